@@ -1,0 +1,54 @@
+"""everfed: one model across many clients whose data keep changing.
+
+>>> import everfed as ef
+>>> stream = ef.streams.domains(ef.data.digits(), clients=8, alpha=0.3, rounds=2)
+>>> result = ef.run(ef.methods.special(lam=0.25), stream, ef.models.mlp(64, 128, 10), sample=4)
+>>> result.matrix.shape
+(4, 4)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+#: where each public name lives; imported when first used, so that `everfed --help` is quick
+_NAMES = {
+    "EverfedError": "everfed.errors",
+    "Local": "everfed.local",
+    "Context": "everfed.method",
+    "Method": "everfed.method",
+    "Part": "everfed.method",
+    "Reduced": "everfed.method",
+    "State": "everfed.method",
+    "Run": "everfed.runs",
+    "run": "everfed.runs",
+    "Stream": "everfed.streams",
+    "dot": "everfed.vector",
+    "sq": "everfed.vector",
+}
+_MODULES = ("data", "methods", "metrics", "models", "streams", "theory")
+
+__all__ = [*_NAMES, *_MODULES, "__version__"]
+
+if TYPE_CHECKING:
+    from everfed import data, methods, metrics, models, streams, theory
+    from everfed.errors import EverfedError
+    from everfed.local import Local
+    from everfed.method import Context, Method, Part, Reduced, State
+    from everfed.runs import Run, run
+    from everfed.streams import Stream
+    from everfed.vector import dot, sq
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(import_module(_NAMES[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"everfed.{name}")
+    else:
+        raise AttributeError(f"everfed has no {name!r}")
+    globals()[name] = value
+    return value

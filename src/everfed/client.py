@@ -1,0 +1,388 @@
+"""The client program: what one client, or a group of them, does with what the server asks.
+
+The same code runs in every worker of every engine. Three exchanges: `probe` (before training),
+`train`, and `close` (at the end of a task).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed import curvature
+from everfed.chance import rng, torch_seed
+from everfed.compute import Compute, Objective
+from everfed.compute.base import LossFunction, cross_entropy
+from everfed.data.table import Data
+from everfed.errors import EverfedError
+from everfed.local import Local, batches
+from everfed.method import Context, Method, State
+from everfed.reduce import Uploads
+from everfed.streams.stream import Stream
+from everfed.vector import Layout
+
+Exchange = Literal["probe", "train", "close"]
+#: floats of input that are gathered at once
+GATHER = 2**24
+#: samples of one slice when a gradient over all of a client's data is taken
+SLICE = 512
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the server sends to every client of a cohort."""
+
+    exchange: Exchange
+    round: int
+    task: int
+    lr: float
+    start: Tensor  #: the model, (d,)
+    buffers: Tensor  #: running statistics, (b,)
+    down: list[State]  #: extras, part by part
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's turn: who it is, what it holds, what it remembers (part by part)."""
+
+    client: int
+    ids: np.ndarray
+    mine: list[State]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a group of clients sends back, rows in the order of `jobs`."""
+
+    jobs: list[Job]
+    uploads: Uploads
+    weights: Tensor
+    mine: list[list[State]]  #: client by client, part by part
+    loss: Tensor  #: mean training loss of each client
+
+
+class Rows(Mapping[str, Tensor]):
+    """Client states of a group, stacked when they are read: key -> (clients, ...)."""
+
+    def __init__(self, states: list[State], rows: int) -> None:
+        self.states, self.rows = states, rows
+        self._stacked: dict[str, Tensor] = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key not in self._stacked:
+            self._stacked[key] = torch.stack([state[key] for state in self.states])
+        return self._stacked[key][: self.rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.states[0])
+
+    def __len__(self) -> int:
+        return len(self.states[0])
+
+
+@dataclass
+class Phase(Context):
+    """The context of one group in one exchange; see `everfed.method.Context`."""
+
+    program: ClientProgram
+    ask: Ask
+    jobs: list[Job]
+    #: a hook called client by client sees its state as it is, not as a row of a group's
+    alone: bool = False
+    scratches: list[dict[str, Any]] = field(default_factory=list)
+    step: int = 0
+    component: int = 0
+
+    def __post_init__(self) -> None:
+        p, rows = self.program, len(self.jobs)
+        self.local: Local = p.local
+        self.layout: Layout = p.compute.layout
+        self.seed: int = p.seed
+        self.start, self.lr = self.ask.start, self.ask.lr
+        self.round, self.task = self.ask.round, self.ask.task
+        self.known = p.stream.known(self.task)
+        self.n_all = torch.tensor([[float(len(job.ids))] for job in self.jobs]).to(self.start)
+        self.weight_all = torch.ones_like(self.n_all) if p.uniform else self.n_all
+        self.steps_all = torch.zeros_like(self.n_all)
+        self.ends_all = torch.zeros(0, rows, dtype=torch.bool)
+        self.scratches = [{} for _ in p.method.parts]
+        parts = range(len(p.method.parts))
+        self.groups = [Rows([job.mine[i] for job in self.jobs], rows) for i in parts]
+        self.first(rows)
+
+    def first(self, rows: int) -> None:
+        """Narrow to the first clients of the group, those that still train."""
+        self.rows = rows
+        self.n, self.weight = self.n_all[:rows], self.weight_all[:rows]
+        self.steps = self.steps_all[:rows]
+        for group in self.groups:
+            group.rows = rows
+
+    def enter(self, part: int) -> Phase:
+        """The view of one part."""
+        self.down = self.ask.down[part]
+        self.mine = self.jobs[0].mine[part] if self.alone else self.groups[part]
+        self.scratch = self.scratches[part]
+        return self
+
+    @property
+    def epoch_ends(self) -> Tensor:
+        return self.ends_all[self.step, : self.rows].unsqueeze(1).to(self.start.device)
+
+    # client by client ----------------------------------------------------------------------------
+    @property
+    def client(self) -> int:
+        return self._single().client
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self._single().ids
+
+    @property
+    def block(self) -> int:
+        return self.program.stream.block(self.client, self.round)
+
+    def _single(self) -> Job:
+        assert len(self.jobs) == 1, "only hooks called client by client may read this"
+        return self.jobs[0]
+
+    # computing -----------------------------------------------------------------------------------
+    def gradient(self, w: Tensor, ids: np.ndarray | None = None) -> Tensor:
+        return self._over(w, ids, lambda *a: self.program.compute.grad(*a)[0])
+
+    def fisher(self, w: Tensor) -> Tensor:
+        return self._over(w, None, self.program.compute.fisher)
+
+    def _over(self, w: Tensor, ids: np.ndarray | None, what: Callable[..., Tensor]) -> Tensor:
+        """The mean over each client's samples of what `compute` gives for a slice of them."""
+        p = self.program
+        held = [job.ids for job in self.jobs] if ids is None else [ids]
+        rows = w.reshape(-1, self.layout.d).expand(len(held), -1)
+        widest = max(map(len, held))
+        table = np.zeros((len(held), widest), dtype=np.int64)
+        scale = torch.zeros(len(held), widest)
+        for row, own in enumerate(held):
+            table[row, : len(own)] = own
+            scale[row, : len(own)] = 1 / len(own)
+        buffers = p.compute.read_buffers()
+        total = torch.zeros(len(held), self.layout.d, device=w.device, dtype=w.dtype)
+        for k in range(0, widest, SLICE):
+            x, y = p.data.take(torch.from_numpy(table[:, k : k + SLICE]), w.dtype)
+            total += what(rows, x, y, scale[:, k : k + SLICE].to(w), p.objective(self.task))
+        p.compute.load_buffers(buffers)  # a measurement leaves running statistics alone
+        return total[0] if self.alone else total
+
+    def hutchinson(self, w: Tensor, probes: int) -> Tensor:
+        p = self.program
+        out = torch.empty(len(self.jobs), self.layout.d, device=w.device, dtype=w.dtype)
+        for row, (job, vector) in enumerate(zip(self.jobs, w, strict=True)):
+            random = rng(self.seed, "hutchinson", self.round, job.client)
+            signs = torch.from_numpy(random.integers(0, 2, (probes, self.layout.d)) * 2 - 1).to(w)
+            x, y = p.data.take(torch.from_numpy(job.ids), w.dtype)
+            objective = p.objective(self.task)
+            out[row] = curvature.hutchinson(p.compute, vector.clone(), x, y, objective, signs)
+        return out
+
+    def logits(self, w: Tensor, x: Tensor) -> Tensor:
+        z = self.program.compute.logits(w, x.flatten(0, 1))
+        return z.unflatten(0, x.shape[:2])
+
+    def features(self, w: Tensor, ids: np.ndarray) -> Tensor:
+        x, _ = self.program.data.take(torch.from_numpy(ids), w.dtype)
+        return self.program.compute.features(w, x)
+
+    def labels(self, ids: np.ndarray) -> np.ndarray:
+        out: np.ndarray = self.program.data.y[torch.from_numpy(ids)].cpu().numpy()
+        return out
+
+
+@dataclass
+class ClientProgram:
+    """A method's client side on one model and one stream."""
+
+    method: Method
+    compute: Compute
+    stream: Stream
+    data: Data  #: the stream's data on the compute device
+    local: Local
+    seed: int
+    loss: LossFunction = cross_entropy
+
+    def __post_init__(self) -> None:
+        self.uniform = self.method.average == "uniform"
+        self.width = self.compute.width if self.method.batched else 1
+        self.hooks = {
+            hook: self.method.using(hook)
+            for hook in ("data", "probe", "loss", "grad", "after", "finish", "remember", "close")
+        }
+
+    def objective(self, task: int) -> Objective:
+        """The loss on current data alone."""
+        if self.stream.head == "shared":
+            return Objective(self.loss)
+        new = any(part.new_slice for part in self.method.parts)
+        return Objective(self.loss, lambda y: self.stream.mask(y, task, new))
+
+    def job(self, client: int, round_: int, mine: list[State] | None, start: Tensor) -> Job:
+        """A client's turn; a client that is met first gets its first state."""
+        state = mine or [part.client_init(start) for part in self.method.parts]
+        return Job(client, np.asarray(self.stream.samples(client, round_)), state)
+
+    def run(self, ask: Ask, jobs: list[Job]) -> Iterator[Reply]:
+        """Answer for all these clients, in groups that fit."""
+        if ask.exchange != "train":
+            for job in jobs:
+                yield self._exchange(ask, job)
+            return
+        planned = [(job, *self._plan(ask, job)) for job in jobs]
+        planned.sort(key=lambda item: -len(item[1]))  # shorter phases drop out at the end
+        for k in range(0, len(planned), self.width):
+            yield self._train(ask, planned[k : k + self.width])
+
+    def _hook(self, name: str, part: int, phase: Phase) -> Any:
+        """A part's hook; an exception in it is named with the part, the clients and the round."""
+        hook, phase = getattr(self.method.parts[part], name), phase.enter(part)
+
+        def call(*args: Any) -> Any:
+            try:
+                return hook(*args, phase)
+            except EverfedError:
+                raise
+            except Exception as error:
+                kind = type(self.method.parts[part]).__name__
+                who = ", ".join(str(job.client) for job in phase.jobs)
+                raise EverfedError(
+                    f"{kind}.{name} failed for client {who} in round {phase.round + 1}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+        return call
+
+    def _plan(self, ask: Ask, job: Job) -> tuple[list[np.ndarray], np.ndarray]:
+        ids = job.ids
+        for i in self.hooks["data"]:
+            ids = self._hook("data", i, Phase(self, ask, [job], alone=True))(ids)
+        args = (self.local, self.seed, ask.round, job.client, self.method.components)
+        return batches(ids, *args)
+
+    def _exchange(self, ask: Ask, job: Job) -> Reply:
+        """Probe or close, one client."""
+        phase = Phase(self, ask, [job], alone=True)
+        w = self.compute.space(1)[0]
+        w.copy_(ask.start)
+        self.compute.load_buffers(ask.buffers)
+        uploads: Uploads = {}
+        mine = list(job.mine)
+        for i in self.hooks[ask.exchange]:
+            own, changes = self._hook(ask.exchange, i, phase)(w)
+            mine[i] = mine[i] | changes
+            uploads |= {f"{i}.{key}": value.unsqueeze(0) for key, value in own.items()}
+        return Reply([job], uploads, phase.weight[:, 0], [mine], torch.zeros(1))
+
+    def _train(
+        self, ask: Ask, planned: list[tuple[Job, list[np.ndarray], np.ndarray]]
+    ) -> Reply:
+        jobs = [job for job, _, _ in planned]
+        plans = [plan for _, plan, _ in planned]
+        phase = Phase(self, ask, jobs)
+        phase.steps_all[:, 0] = torch.tensor([len(plan) for plan in plans])
+        phase.ends_all = _epoch_ends(plans, [picks for _, _, picks in planned])
+        w = self.compute.space(len(jobs))
+        w.copy_(ask.start)
+        self.compute.load_buffers(ask.buffers)
+        torch.manual_seed(torch_seed(self.seed, "training", ask.round, jobs[0].client))
+        losses = self._descend(ask, phase, w, plans, planned[0][2])
+        phase.first(len(jobs))
+        return self._finish(ask, phase, w, losses)
+
+    def _descend(
+        self, ask: Ask, phase: Phase, w: Tensor, plans: list[list[np.ndarray]], picks: np.ndarray
+    ) -> Tensor:
+        """All local steps; the mean loss of each client."""
+        from everfed.local import Optimiser
+
+        objective = self.objective(ask.task)
+        if self.hooks["loss"]:
+            objective = Objective(objective.loss, objective.mask, self._extra_loss(phase))
+        optimiser = Optimiser(self.local)
+        fused = self.local.plain and not self.hooks["grad"]
+        total = torch.zeros(len(plans), device=w.device, dtype=w.dtype)
+        for k, x, y, scale in self._batches(plans, w.dtype):
+            rows = w[: len(x)]
+            phase.first(len(x))
+            phase.step, phase.component = k, int(picks[k])
+            if fused:
+                loss = self.compute.descend(rows, x, y, scale, objective, ask.lr)
+            else:
+                g, loss = self.compute.grad(rows, x, y, scale, objective)
+                for i in self.hooks["grad"]:
+                    g = self._hook("grad", i, phase)(g, rows)
+                optimiser.step(rows, g, ask.lr)
+            total[: len(x)] += loss
+            for i in self.hooks["after"]:
+                rows.copy_(self._hook("after", i, phase)(rows))
+        return total / phase.steps_all[:, 0]
+
+    def _extra_loss(self, phase: Phase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        def extra(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+            terms = [self._hook("loss", i, phase)(z, x, y) for i in self.hooks["loss"]]
+            return torch.stack(terms).sum(0)
+
+        return extra
+
+    def _batches(
+        self, plans: list[list[np.ndarray]], dtype: torch.dtype
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Step, inputs (clients, batch, ...), labels and sample weights; gathered many at once."""
+        width = max(len(batch) for plan in plans for batch in plan)
+        per_step = len(plans) * width * math.prod(self.data.x.shape[1:])
+        chunk = max(1, GATHER // max(1, per_step))
+        for begin in range(0, len(plans[0]), chunk):
+            end = min(begin + chunk, len(plans[0]))
+            ids = np.zeros((end - begin, len(plans), width), dtype=np.int64)
+            sizes = np.zeros((end - begin, len(plans)), dtype=np.int64)
+            for row, plan in enumerate(plans):
+                for k, batch in enumerate(plan[begin:end]):
+                    ids[k, row, : len(batch)] = batch
+                    sizes[k, row] = len(batch)
+            x, y = self.data.take(torch.from_numpy(ids), dtype)
+            counts = torch.from_numpy(sizes).to(x.device)
+            inside = torch.arange(width, device=x.device) < counts.unsqueeze(-1)
+            scale = inside / counts.unsqueeze(-1).clamp(min=1).to(dtype)
+            for k in range(end - begin):
+                rows, longest = int((sizes[k] > 0).sum()), int(sizes[k].max())
+                cut = (k, slice(rows), slice(longest))
+                yield begin + k, x[cut], y[cut], scale[cut]
+
+    def _finish(self, ask: Ask, phase: Phase, w: Tensor, losses: Tensor) -> Reply:
+        jobs = phase.jobs
+        mine = [list(job.mine) for job in jobs]
+        update, uploads = w - ask.start, {}
+        uploads["buffers"] = self.compute.read_buffers().expand(len(jobs), -1)
+        for i in self.hooks["finish"]:
+            update, own, state = self._hook("finish", i, phase)(update, w)
+            uploads |= {f"{i}.{key}": value for key, value in own.items()}
+            for row in range(len(jobs)):
+                changes = {key: value[row].clone() for key, value in state.items()}
+                mine[row][i] = mine[row][i] | changes
+        uploads["update"] = update
+        for i in self.hooks["remember"]:
+            for row, job in enumerate(jobs):
+                alone = Phase(self, ask, [Job(job.client, job.ids, mine[row])], alone=True)
+                mine[row][i] = mine[row][i] | self._hook("remember", i, alone)(w[row])
+        return Reply(jobs, uploads, phase.weight[:, 0], mine, losses)
+
+
+def _epoch_ends(plans: list[list[np.ndarray]], picks: list[np.ndarray]) -> Tensor:
+    """Whether a client's epoch ends with a step: (steps, clients)."""
+    out = torch.zeros(len(plans[0]), len(plans), dtype=torch.bool)
+    for row, (plan, pick) in enumerate(zip(plans, picks, strict=True)):
+        follows = np.append(pick[1:], 0)
+        out[: len(plan), row] = torch.from_numpy(follows <= pick)
+    return out

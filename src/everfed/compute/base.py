@@ -1,0 +1,129 @@
+"""What an engine asks of a model: losses, gradients and curvature of rows of flat vectors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from everfed.errors import EverfedError
+from everfed.vector import Layout, load
+
+#: outputs (batch, ...) and targets (batch, ...) -> one loss a sample, (batch,)
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+def cross_entropy(z: Tensor, y: Tensor) -> Tensor:
+    """One loss a sample; positions of a sequence are averaged."""
+    loss = F.cross_entropy(z.flatten(0, -2), y.flatten(), reduction="none").view(y.shape)
+    return loss.flatten(1).mean(1) if loss.dim() > 1 else loss
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of every sample: (clients, batch, ...) outputs and targets -> (clients, batch)."""
+
+    loss: LossFunction = cross_entropy
+    #: which outputs compete for each sample, given its label; None: all
+    mask: Callable[[Tensor], Tensor | None] | None = None
+    #: what the parts add
+    extra: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is the plain cross-entropy, whose gradient needs no autograd."""
+        return self.loss is cross_entropy and self.mask is None and self.extra is None
+
+    def __call__(self, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        allowed = self.mask(y) if self.mask else None
+        outputs = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
+        per_sample = self.loss(outputs.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
+        return per_sample if self.extra is None else per_sample + self.extra(z, x, y)
+
+
+class Compute(ABC):
+    """A module seen as a function of rows of flat vectors, (clients, d).
+
+    Inputs are (clients, batch, ...), `scale` (clients, batch) holds each sample's weight in its
+    client's loss, 0 for padding.
+    """
+
+    #: how many clients it takes at once at the most
+    width: int
+    #: what to tell the user
+    name: str
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module = module.to(device)
+        self.device = device
+        self.layout = Layout.of(module)
+        self.buffer_layout = Layout.of_buffers(module)
+        if not self.layout.slots:
+            raise EverfedError("the model has no trainable parameters")
+        self.dtype = next(p.dtype for p in module.parameters() if p.requires_grad)
+
+    def weights(self) -> Tensor:
+        """The module's parameters as a new vector."""
+        return self.layout.flatten(dict(self.module.named_parameters()))
+
+    def read_buffers(self) -> Tensor:
+        """The module's floating buffers as a new vector."""
+        buffers = self.buffer_layout.flatten(dict(self.module.named_buffers()))
+        return buffers.to(self.device, self.dtype)
+
+    def load_buffers(self, buffers: Tensor) -> None:
+        load(self.module, self.buffer_layout, buffers)
+
+    @abstractmethod
+    def space(self, clients: int) -> Tensor:
+        """Room for that many models, (clients, d), where gradients are cheapest."""
+
+    @abstractmethod
+    def grad(
+        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients (clients, d), valid until the next call, and losses (clients,)."""
+
+    def descend(
+        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective, lr: float
+    ) -> Tensor:
+        """One plain SGD step in place; losses (clients,)."""
+        g, loss = self.grad(w, x, y, scale, objective)
+        w.add_(g, alpha=-lr)
+        return loss
+
+    @abstractmethod
+    def fisher(
+        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+    ) -> Tensor:
+        """sum over samples of scale * squared per-sample gradient, (clients, d)."""
+
+    @abstractmethod
+    def logits(self, w: Tensor, x: Tensor) -> Tensor:
+        """Outputs without gradient, in evaluation mode: (d,) and (batch, ...) -> (batch, ...)."""
+
+    @abstractmethod
+    def features(self, w: Tensor, x: Tensor) -> Tensor:
+        """What the last layer is fed with: (d,) and (batch, ...) -> (batch, width)."""
+
+
+def choose(
+    module: nn.Module, sample: Tensor, device: torch.device, precision: str, grouping: str
+) -> Compute:
+    """The fastest way of computing that fits the module."""
+    from everfed.compute.dense import DenseCompute
+    from everfed.compute.module import ModuleCompute
+
+    fits = DenseCompute.fits(module, sample) and precision == "float32"
+    if grouping == "batched" and not fits:
+        raise EverfedError(
+            "grouping = 'batched' is for nn.Sequential models of Linear, Flatten and ReLU, Tanh or "
+            "Sigmoid in float32; use grouping = 'auto'"
+        )
+    if fits and grouping != "single":
+        return DenseCompute(module, device)
+    return ModuleCompute(module, device, precision)

@@ -1,0 +1,89 @@
+"""Any nn.Module, one client at a time: autograd on views of one flat vector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from everfed.compute.base import Compute, Objective
+from everfed.curvature import sample_gradients
+from everfed.vector import bind
+
+
+class ModuleCompute(Compute):
+    """Parameters are views of `self.w`, gradients views of `self.g`."""
+
+    width = 1
+
+    def __init__(self, module: nn.Module, device: torch.device, precision: str) -> None:
+        super().__init__(module, device)
+        self.bf16 = precision == "bf16"
+        self.name = "one client at a time" + (", bf16" if self.bf16 else "")
+        self.w = self.weights()
+        self.g = torch.zeros_like(self.w)
+        bind(self.module, self.layout, self.w, self.g)
+        self.has_batchnorm = any(isinstance(m, _BatchNorm) for m in module.modules())
+
+    def space(self, clients: int) -> Tensor:
+        return self.w.unsqueeze(0)
+
+    @contextmanager
+    def _at(self, w: Tensor) -> Iterator[None]:
+        """The module at another point of the parameter space, for a while."""
+        if w.data_ptr() == self.w.data_ptr():
+            yield
+            return
+        kept = self.w.clone()
+        self.w.copy_(w.reshape(-1))
+        try:
+            yield
+        finally:
+            self.w.copy_(kept)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            z: Tensor = self.module(x)
+        return z.to(self.dtype)
+
+    def grad(
+        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+    ) -> tuple[Tensor, Tensor]:
+        # BatchNorm cannot be trained on a single sample: that step uses the running statistics
+        self.module.train(not (self.has_batchnorm and x.shape[1] == 1))
+        with self._at(w):
+            self.g.zero_()
+            z = self._forward(x[0]).unsqueeze(0)
+            loss = (objective(z, x, y) * scale).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+        return self.g.unsqueeze(0), loss.detach().reshape(1)
+
+    def fisher(
+        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+    ) -> Tensor:
+        self.module.eval()
+        total = torch.zeros_like(self.w)
+        chunk = max(1, 2**24 // self.layout.d)
+        for k in range(0, x.shape[1], chunk):
+            piece = slice(k, k + chunk)
+            grads = sample_gradients(self, w.reshape(-1), x[0, piece], y[0, piece], objective)
+            total += scale[0, piece].to(total) @ grads.square()
+        return total.unsqueeze(0)
+
+    def logits(self, w: Tensor, x: Tensor) -> Tensor:
+        self.module.eval()
+        with torch.no_grad(), self._at(w):
+            return self._forward(x)
+
+    def features(self, w: Tensor, x: Tensor) -> Tensor:
+        last = [m for m in self.module.modules() if list(m.parameters(recurse=False))][-1]
+        seen: list[Tensor] = []
+        handle = last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            self.logits(w, x)
+        finally:
+            handle.remove()
+        return seen[-1].detach().flatten(1)

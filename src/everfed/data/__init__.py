@@ -1,0 +1,6 @@
+"""Data sets: embedded digits, files in a data folder, or one's own arrays."""
+
+from everfed.data.digits import digits
+from everfed.data.table import Data, arrays, from_dataset
+
+__all__ = ["Data", "arrays", "digits", "from_dataset"]

@@ -1,0 +1,174 @@
+"""A data set is one table: inputs, labels, and columns that say test, task and client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.errors import EverfedError
+
+#: Inputs or labels as users have them.
+Array = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Samples by index; streams hand out indices, never copies.
+
+    `x` is (samples, ...), bytes or floats (bytes are scaled to [0, 1] when taken), `y` is
+    (samples,). Images are (samples, channels, height, width).
+    """
+
+    name: str
+    x: Tensor
+    y: Tensor
+    train: np.ndarray  #: indices of training samples
+    test: np.ndarray  #: indices of test samples
+    task: np.ndarray | None = None  #: task (domain) of each sample
+    client: np.ndarray | None = None  #: owner of each sample
+    tasks: tuple[str, ...] = ("all",)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 where labels are not whole numbers."""
+        return 0 if self.y.is_floating_point() else int(self.y.max()) + 1
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Data:
+        """The same samples on another device; floats in the model's precision."""
+        x = self.x.to(device, dtype) if self.x.is_floating_point() else self.x.to(device)
+        y = self.y.to(device, dtype) if self.y.is_floating_point() else self.y.to(device)
+        return Data(self.name, x, y, self.train, self.test, self.task, self.client, self.tasks)
+
+    def take(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of samples: ids of any shape (...) -> (..., *sample), (...)."""
+        flat = ids.reshape(-1).to(self.x.device)
+        if self.x.dim() == 4:  # gather in channels-last order: one copy, ready for convolutions
+            x = self.x.permute(0, 2, 3, 1)[flat].permute(0, 3, 1, 2)
+        else:
+            x = self.x[flat]
+        if not x.is_floating_point():
+            x = x.to(dtype).mul_(1 / 255) if self.x.dtype == torch.uint8 else x
+        shape = tuple(ids.shape)
+        return x.unflatten(0, shape), self.y[flat].unflatten(0, shape)
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.x.shape[1:]))
+        return (
+            f"Data({self.name}: {len(self.train)} train, {len(self.test)} test, {shape}, "
+            f"{self.classes} classes, tasks {', '.join(self.tasks)})"
+        )
+
+
+def arrays(
+    x: Array,
+    y: Array,
+    *,
+    test: tuple[Array, Array] | None = None,
+    task: Sequence[int] | np.ndarray | None = None,
+    test_task: Sequence[int] | np.ndarray | None = None,
+    client: Sequence[int] | np.ndarray | None = None,
+    tasks: Sequence[str] | None = None,
+    name: str = "arrays",
+) -> Data:
+    """A data set from tensors or arrays, with optional task and client ids for each sample.
+
+    >>> data = arrays(np.zeros((4, 3)), [0, 1, 0, 1], test=(np.ones((2, 3)), [0, 1]))
+    >>> len(data.train), len(data.test), data.classes
+    (4, 2, 2)
+
+    Without `test` the training samples are tested on. Byte images may be (samples, height, width)
+    or (samples, height, width, channels).
+    """
+    xs, ys = _inputs(x), _labels(y)
+    if len(xs) != len(ys):
+        raise EverfedError(f"{name}: {len(xs)} inputs but {len(ys)} labels")
+    if len(xs) == 0:
+        raise EverfedError(f"{name}: there are no samples")
+    n = len(xs)
+    train = np.arange(n)
+    held = train
+    if test is not None:
+        xt, yt = _inputs(test[0]), _labels(test[1])
+        if xt.shape[1:] != xs.shape[1:]:
+            raise EverfedError(
+                f"{name}: test inputs are {tuple(xt.shape[1:])}, training ones {tuple(xs.shape[1:])}"
+            )
+        if len(xt) != len(yt):
+            raise EverfedError(f"{name}: {len(xt)} test inputs but {len(yt)} test labels")
+        xs, ys = torch.cat([xs, xt]), torch.cat([ys, yt])
+        held = np.arange(n, len(xs))
+    task_ids = _ids(task, n, "task", name)
+    if task_ids is not None and test is not None:
+        test_ids = _ids(test_task, len(held), "test_task", name)
+        if test_ids is None:
+            raise EverfedError(f"{name}: with task ids, give test_task for the test samples too")
+        task_ids = np.concatenate([task_ids, test_ids])
+    client_ids = _ids(client, n, "client", name)
+    if client_ids is not None:
+        client_ids = np.concatenate([client_ids, np.full(len(xs) - n, -1)])
+    names = tuple(tasks or _task_names(task_ids))
+    if task_ids is not None and task_ids.max() >= len(names):
+        raise EverfedError(f"{name}: task ids go up to {task_ids.max()}, names are {len(names)}")
+    return Data(name, xs, ys, train, held, task_ids, client_ids, names)
+
+
+def from_dataset(dataset: Any, test: Any = None, *, name: str = "dataset", **columns: Any) -> Data:
+    """A data set from torch `Dataset` objects of (input, label); they are read once, in order."""
+
+    def read(source: Any) -> tuple[Tensor, Tensor]:
+        pairs = [source[i] for i in range(len(source))]
+        if not pairs:
+            raise EverfedError(f"{name}: the dataset is empty")
+        xs = torch.stack([torch.as_tensor(np.asarray(pair[0])) for pair in pairs])
+        return xs, torch.as_tensor([pair[1] for pair in pairs])
+
+    held = None if test is None else read(test)
+    return arrays(*read(dataset), test=held, name=name, **columns)
+
+
+def _task_names(ids: np.ndarray | None) -> list[str]:
+    return ["all"] if ids is None else [f"task {k + 1}" for k in range(int(ids.max()) + 1)]
+
+
+def _inputs(x: Array) -> Tensor:
+    t = torch.as_tensor(np.asarray(x) if not isinstance(x, Tensor) else x)
+    if t.dtype == torch.float64:
+        t = t.float()
+    if t.dtype == torch.uint8 and t.dim() == 3:
+        t = t.unsqueeze(1)
+    elif t.dtype == torch.uint8 and t.dim() == 4 and t.shape[1] not in (1, 3, 4):
+        t = t.permute(0, 3, 1, 2)
+    if t.is_floating_point():
+        bad = ~torch.isfinite(t.flatten(1).sum(1)) if t.dim() > 1 else ~torch.isfinite(t)
+        if bad.any():
+            raise EverfedError(
+                f"{int(bad.sum())} of {len(t)} inputs hold NaN or infinity "
+                f"(the first at row {int(bad.nonzero()[0])}): clean the data first"
+            )
+    return t
+
+
+def _labels(y: Array) -> Tensor:
+    t = torch.as_tensor(np.asarray(y) if not isinstance(y, Tensor) else y)
+    if t.is_floating_point():
+        if not torch.isfinite(t).all():
+            raise EverfedError("labels hold NaN or infinity: clean the data first")
+        return t
+    t = t.long()
+    if len(t) and int(t.min()) < 0:
+        raise EverfedError(f"labels must be 0, 1, 2, ...; the smallest is {int(t.min())}")
+    return t
+
+
+def _ids(values: Any, n: int, what: str, name: str) -> np.ndarray | None:
+    if values is None:
+        return None
+    ids = np.asarray(values)
+    if ids.shape != (n,) or ids.dtype.kind not in "iu" or (n and ids.min() < 0):
+        raise EverfedError(f"{name}: {what} must be {n} whole numbers from 0 on")
+    return ids.astype(np.int64)

@@ -1,0 +1,5 @@
+"""Engines: the same method anywhere."""
+
+from everfed.engines.local import LocalEngine
+
+__all__ = ["LocalEngine"]

@@ -1,0 +1,179 @@
+"""The local engine: a cohort split over one-thread workers on this machine.
+
+The calling process is the first worker; more are forked when a round is worth it. Clients of small
+dense models are trained together as batched matrix products, others one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.client import Ask, ClientProgram, Job
+from everfed.engines import pool
+from everfed.method import State
+from everfed.reduce import Reducer, kinds
+
+#: seconds of estimated work in a round from which forked workers pay
+WORTH = 0.015
+#: test samples that go through the model at once
+TEST_BATCH = 1024
+
+ClientStates = dict[int, list[State]]
+
+
+@dataclass
+class Answer:
+    """A cohort's reduced reply."""
+
+    reducer: Reducer
+    mine: ClientStates  #: new client states
+    losses: list[float] = field(default_factory=list)
+    empty: int = 0  #: clients without samples
+    sent_up: int = 0  #: bytes of uploads
+
+
+class LocalEngine:
+    """Asks clients on this machine."""
+
+    name = "local"
+
+    def __init__(self, program: ClientProgram, workers: int) -> None:
+        self.program = program
+        self.count = workers if pool.available() else 1
+        self.workers: list[pool.Worker] = []
+
+    def describe(self) -> str:
+        where = self.program.compute
+        plural = "worker" if self.count == 1 else "workers"
+        grouping = where.name
+        if where.width > 1 and self.program.width == 1:
+            grouping = "one client at a time"
+        return f"{self.count} {plural} on {where.device.type}, {grouping}"
+
+    def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
+        """Have every client of the cohort answer, and reduce what they send."""
+        make = self.program.job
+        jobs = [make(client, ask.round, states.get(client), ask.start) for client in cohort]
+        held = [job for job in jobs if len(job.ids)]
+        shares = self._shares(held)
+        total, *others = self._spread("ask", [(ask, share) for share in shares])
+        for other in others:
+            total.reducer.merge(other.reducer)
+            # what came through shared memory is overwritten by the next request
+            total.mine |= {
+                client: [{key: value.clone() for key, value in s.items()} for s in own]
+                for client, own in other.mine.items()
+            }
+            total.losses += other.losses
+            total.sent_up += other.sent_up
+        total.empty = len(jobs) - len(held)
+        answer: Answer = total
+        return answer
+
+    def evaluate(
+        self, w: Tensor, buffers: Tensor, sets: list[np.ndarray], task: int
+    ) -> list[tuple[float, float]]:
+        """Accuracy (share of right answers; NaN without classes) and mean loss on each set."""
+        k = max(1, self.count)
+        pieces = [[np.array_split(ids, k)[i] for ids in sets] for i in range(k)]
+        results = self._spread("test", [(w, buffers, piece, task) for piece in pieces])
+        sums = torch.stack(results).sum(0)
+        return [
+            (float(right) / len(ids), float(loss) / len(ids))
+            for (right, loss), ids in zip(sums, sets, strict=True)
+        ]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.stop()
+        self.workers = []
+
+    def _shares(self, jobs: list[Job]) -> list[list[Job]]:
+        """Clients to workers, the largest first to the one with the least to do."""
+        shares: list[list[Job]] = [[] for _ in range(self.count)]
+        load = [0] * self.count
+        for job in sorted(jobs, key=lambda job: (-len(job.ids), job.client)):
+            least = load.index(min(load))
+            shares[least].append(job)
+            load[least] += len(job.ids)
+        return shares
+
+    def _spread(self, what: str, requests: list[Any]) -> list[Any]:
+        """One request a worker; the first is answered in this process."""
+        while len(self.workers) < self.count - 1:
+            self.workers.append(pool.Worker(self._answer, self.workers))
+        busy = list(zip(self.workers, requests[1:], strict=True))
+        for worker, request in busy:
+            worker.request((what, request))
+        first = self._answer((what, requests[0]))
+        return [first] + [worker.result() for worker, _ in busy]
+
+    def _answer(self, message: tuple[str, Any]) -> Any:
+        what, request = message
+        return self._ask(*request) if what == "ask" else self._test(*request)
+
+    def _ask(self, ask: Ask, jobs: list[Job]) -> Answer:
+        method, compute = self.program.method, self.program.compute
+        shapes: dict[str, tuple[int, ...]] = {
+            "update": (compute.layout.d,),
+            "buffers": (compute.buffer_layout.d,),
+        }
+        spread = ask.exchange == "train" and any(part.spread for part in method.parts)
+        answer = Answer(Reducer(kinds(method, ask.exchange), shapes, spread), {})
+        for reply in self.program.run(ask, jobs):
+            clients = [job.client for job in reply.jobs]
+            rows = answer.reducer.add(clients, reply.uploads, reply.weights)
+            for row in rows:
+                answer.mine[clients[row]] = reply.mine[row]
+                answer.losses.append(float(reply.loss[row]))
+            answer.sent_up += sum(4 * value.numel() for value in reply.uploads.values())
+        return answer
+
+    def _test(self, w: Tensor, buffers: Tensor, sets: list[np.ndarray], task: int) -> Tensor:
+        """Right answers and summed losses, (sets, 2)."""
+        p = self.program
+        p.compute.load_buffers(buffers)
+        objective = p.objective(task)
+        out = torch.zeros(len(sets), 2, dtype=torch.float64)
+        for row, ids in enumerate(sets):
+            for k in range(0, len(ids), TEST_BATCH):
+                x, y = p.data.take(torch.from_numpy(ids[k : k + TEST_BATCH]), w.dtype)
+                z = p.compute.logits(w, x)
+                out[row, 1] += objective(z[None], x[None], y[None]).sum().double().cpu()
+                if y.is_floating_point():
+                    out[row, 0] = torch.nan
+                    continue
+                mask = p.stream.mask(y, task)
+                z = z if mask is None else z.masked_fill(~mask, -torch.inf)
+                right = z.argmax(-1) == y
+                out[row, 0] += right.flatten(1).double().mean(1).sum() if y.dim() > 1 else right.sum()
+        return out
+
+
+def workers_for(program: ClientProgram, cohort: int) -> int:
+    """How many workers a round is worth: a fixed estimate, so that a run repeats exactly."""
+    if not pool.available() or program.compute.device.type != "cpu" or cohort < 2:
+        return 1
+    stream, local = program.stream, program.local
+    some = np.linspace(0, stream.clients - 1, min(stream.clients, 8)).astype(int)
+    size = float(np.mean([len(stream.samples(int(client), 0)) for client in some]))
+    steps = local.steps or local.epochs * max(1.0, size / local.batch)
+    samples = min(steps * local.batch, steps * size)
+    per_step = 3e-4 / program.width + samples / max(steps, 1) * _flops(program) / 3e10
+    return min(pool.cores(), cohort) if cohort * steps * per_step > WORTH else 1
+
+
+def _flops(program: ClientProgram) -> float:
+    """Floating-point operations of training on one sample."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, _ = program.data.take(torch.as_tensor(program.data.train[:1]), program.compute.dtype)
+    with FlopCounterMode(display=False) as counter:
+        program.compute.logits(program.compute.weights(), x)
+    return 3.0 * counter.get_total_flops()

@@ -1,0 +1,283 @@
+"""A run's folder: configuration, records and checkpoints that survive a kill at any moment.
+
+    config.json          what was run
+    records.jsonl        one measurement a line
+    checkpoints/         the two newest states of the server
+    clients/             client states by client and round, those the checkpoints refer to
+    lock                 held while a process runs the folder
+
+Files are written beside their place and renamed into it; numbers are safetensors and JSON, never
+pickle. A checkpoint knows how long the records were, so a resumed run cuts off what came later.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from everfed.errors import EverfedError
+from everfed.method import State
+from everfed.metrics import Record
+from everfed.round import Federation
+
+try:
+    import fcntl
+except ImportError:  # Windows: a folder is not guarded against a second process
+    fcntl = None  # type: ignore[assignment]
+
+KEPT = 2
+
+
+@dataclass
+class Checkpoint:
+    """A state that was saved, and what else was known then."""
+
+    fed: Federation
+    meta: dict[str, Any]
+
+
+class RunFolder:
+    """One run on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records_path = path / "records.jsonl"
+        #: client -> round of its newest saved state
+        self.versions: dict[int, int] = {}
+        #: client states that only the checkpoint before the newest refers to
+        self._stale: list[Path] = []
+        self._lock: Any = None
+
+    # creating and opening ------------------------------------------------------------------------
+    @staticmethod
+    def create(path: Path, config: Mapping[str, Any]) -> RunFolder:
+        """A new folder; an existing run is never written over."""
+        folder = RunFolder(path)
+        if (path / "config.json").exists():
+            raise EverfedError(
+                f"{path} holds a run already: resume it with 'everfed resume {path}', or choose "
+                "another folder"
+            )
+        try:
+            for sub in ("checkpoints", "clients"):
+                (path / sub).mkdir(parents=True, exist_ok=True)
+            folder._take_lock()
+            _write(path / "config.json", json.dumps(config, indent=1, default=str).encode())
+            folder.records_path.touch()
+        except OSError as error:
+            raise _disk(error, path) from error
+        return folder
+
+    @staticmethod
+    def open(path: Path) -> RunFolder:
+        """An existing run, to go on with it."""
+        folder = RunFolder(path)
+        folder.config()
+        folder._take_lock()
+        return folder
+
+    def _take_lock(self) -> None:
+        self._lock = open(self.path / "lock", "w")  # noqa: SIM115 - held until close
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise EverfedError(f"{self.path} is being run by another process") from None
+
+    def close(self) -> None:
+        if self._lock:
+            self._lock.close()
+
+    def config(self) -> dict[str, Any]:
+        return read_config(self.path)
+
+    # records -------------------------------------------------------------------------------------
+    def append(self, records: Iterable[Record]) -> None:
+        try:
+            with open(self.records_path, "a") as file:
+                file.write("".join(json.dumps(record) + "\n" for record in records))
+        except OSError as error:
+            raise _disk(error, self.path) from error
+
+    def records(self) -> list[Record]:
+        return read_records(self.path)[0]
+
+    # checkpoints ---------------------------------------------------------------------------------
+    def save(self, fed: Federation, changed: Iterable[int], meta: Mapping[str, Any]) -> None:
+        """Save a state; `changed` are the clients whose state is newer than the last save."""
+        try:
+            self._save(fed, changed, meta)
+        except OSError as error:
+            raise _disk(error, self.path) from error
+
+    def _save(self, fed: Federation, changed: Iterable[int], meta: Mapping[str, Any]) -> None:
+        with open(self.records_path, "rb+") as file:
+            os.fsync(file.fileno())
+            length = file.seek(0, os.SEEK_END)
+        replaced = []
+        for client in changed:
+            if any(fed.clients[client]):
+                tensors = _flat(fed.clients[client])
+                _write(self._client(client, fed.round), _pack(tensors, {}))
+                if self.versions.get(client, fed.round) != fed.round:
+                    replaced.append(self._client(client, self.versions[client]))
+                self.versions[client] = fed.round
+        tensors = {"w": fed.w, "buffers": fed.buffers} | _flat(fed.parts)
+        tensors["informed"] = torch.tensor(sorted(fed.informed), dtype=torch.int64)
+        full = dict(meta) | {
+            "round": fed.round,
+            "records": length,
+            "parts": len(fed.parts),
+            "clients": {str(k): v for k, v in self.versions.items()},
+        }
+        _write(self.path / "checkpoints" / f"{fed.round:08d}.safetensors", _pack(tensors, full))
+        for path in [*self._checkpoints()[KEPT:], *self._stale]:
+            path.unlink(missing_ok=True)
+        self._stale = replaced
+
+    def _client(self, client: int, round_: int) -> Path:
+        return self.path / "clients" / f"{client}-{round_}.safetensors"
+
+    def _checkpoints(self) -> list[Path]:
+        """Newest first."""
+        return sorted((self.path / "checkpoints").glob("*.safetensors"), reverse=True)
+
+    def load(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest state that is whole, and a note on each that was not."""
+        notes = []
+        for path in self._checkpoints():
+            try:
+                return self._load(path), notes
+            except (ValueError, KeyError, OSError) as error:
+                notes.append(f"checkpoint {path.name} is damaged ({error}): going back one")
+                path.unlink()
+        return None, notes
+
+    def _load(self, path: Path) -> Checkpoint:
+        tensors, meta = _unpack(path.read_bytes())
+        if self.records_path.stat().st_size < meta["records"]:
+            raise ValueError("records.jsonl is shorter than it was then")
+        fed = Federation(
+            w=tensors.pop("w"),
+            buffers=tensors.pop("buffers"),
+            informed=set(tensors.pop("informed").tolist()),
+            parts=_deep(tensors, meta["parts"]),
+            round=meta["round"],
+        )
+        self.versions = {int(k): v for k, v in meta["clients"].items()}
+        for client, round_ in self.versions.items():
+            own, _ = _unpack(self._client(client, round_).read_bytes())
+            fed.clients[client] = _deep(own, meta["parts"])
+        used = {self._client(*version).name for version in self.versions.items()}
+        for orphan in (self.path / "clients").iterdir():
+            if orphan.name not in used:
+                orphan.unlink()
+        return Checkpoint(fed, meta)
+
+    def cut_records(self, length: int) -> None:
+        """Drop what was recorded after a checkpoint."""
+        with open(self.records_path, "rb+") as file:
+            file.truncate(length)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The configuration of the run in a folder."""
+    try:
+        config: dict[str, Any] = json.loads((path / "config.json").read_text())
+    except FileNotFoundError:
+        raise EverfedError(f"{path} is not a run's folder (it has no config.json)") from None
+    except (OSError, ValueError) as error:
+        raise EverfedError(f"{path / 'config.json'} cannot be read: {error}") from None
+    return config
+
+
+def read_records(path: Path) -> tuple[list[Record], int]:
+    """All records of a run, and how many half-written lines were skipped."""
+    records, skipped = [], 0
+    with open(path / "records.jsonl", errors="replace") as file:
+        for line in file:
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                skipped += 1
+    return records, skipped
+
+
+def _flat(states: list[State]) -> dict[str, Tensor]:
+    return {f"{i}/{key}": value for i, state in enumerate(states) for key, value in state.items()}
+
+
+def _deep(tensors: Mapping[str, Tensor], count: int) -> list[State]:
+    out: list[State] = [{} for _ in range(count)]
+    for name, value in tensors.items():
+        i, _, key = name.partition("/")
+        out[int(i)][key] = value
+    return out
+
+
+def _pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
+    """safetensors with the metadata and a checksum over everything."""
+    own = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+    text = json.dumps(meta, sort_keys=True)
+    return save_tensors(own, {"meta": text, "crc": str(_checksum(own, text))})
+
+
+def _unpack(raw: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        tensors = load_tensors(raw)
+        size = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + size])["__metadata__"]
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ValueError(f"not readable: {error}") from None
+    if str(_checksum(tensors, header["meta"])) != header["crc"]:
+        raise ValueError("the checksum does not match")
+    return tensors, json.loads(header["meta"])
+
+
+def _checksum(tensors: Mapping[str, Tensor], text: str) -> int:
+    total = crc32(text.encode())
+    for name in sorted(tensors):
+        total = crc32(name.encode(), total)
+        total = crc32(tensors[name].reshape(-1).view(torch.uint8).numpy(), total)
+    return total
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write beside the place, then rename: a reader sees the old file or the new one."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _disk(error: OSError, path: Path) -> EverfedError:
+    if error.errno == errno.ENOSPC:
+        return EverfedError(
+            f"the disk of {path} is full; the last checkpoint is safe: free some space and "
+            f"'everfed resume {path}'"
+        )
+    return EverfedError(f"{path} cannot be written: {error.strerror or error}")

@@ -1,0 +1,143 @@
+"""How a client trains on its own data: optimiser, learning rate, epochs and batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from everfed.chance import rng
+from everfed.errors import EverfedError
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Local:
+    """Settings of the local phase, the same for every client.
+
+    >>> Local(lr=0.1, epochs=2).rate(round_=0, rounds=10)
+    0.1
+    """
+
+    lr: PositiveFloat = 0.05
+    epochs: PositiveInt = 1
+    #: a fixed number of optimiser steps instead of `epochs`
+    steps: PositiveInt | None = None
+    batch: PositiveInt = 32
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    momentum: Fraction = 0.0
+    nesterov: bool = False
+    weight_decay: NonNegativeFloat = 0.0
+    #: Adam's and AdamW's moments
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    #: largest norm of the gradient that is stepped along
+    clip: PositiveFloat | None = None
+    #: learning rate over rounds: lr, lr * decay^round, a cosine to 0, or lr / sqrt(round + 1)
+    schedule: Literal["constant", "exponential", "cosine", "sqrt"] = "constant"
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.96
+    #: start the schedule anew at every task
+    reset: bool = True
+
+    def __post_init__(self) -> None:
+        if self.nesterov and self.momentum == 0:
+            raise EverfedError("local.nesterov needs local.momentum > 0")
+        if self.momentum and self.optimizer != "sgd":
+            raise EverfedError("local.momentum is for sgd; adam and adamw take local.betas")
+
+    @property
+    def plain(self) -> bool:
+        """Whether a step is w - lr * gradient and nothing else."""
+        return self.optimizer == "sgd" and not (self.momentum or self.weight_decay or self.clip)
+
+    def rate(self, round_: int, rounds: int) -> float:
+        """The learning rate of one round; `rounds` is the schedule's length."""
+        match self.schedule:
+            case "exponential":
+                return self.lr * self.decay**round_
+            case "cosine":
+                return self.lr * 0.5 * (1 + math.cos(math.pi * round_ / max(1, rounds)))
+            case "sqrt":
+                return self.lr / math.sqrt(round_ + 1)
+        return self.lr
+
+
+class Optimiser:
+    """SGD, Adam or AdamW on the rows of a matrix of models, all at the same step.
+
+    Clients with fewer steps lie at the end and drop out, so each step takes a prefix of the rows.
+    The formulas are torch.optim's (tested against it).
+    """
+
+    def __init__(self, local: Local) -> None:
+        self.local = local
+        self.count = 0
+        self.m: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def step(self, w: Tensor, g: Tensor, lr: float) -> None:
+        """w <- w - lr * direction(g), in place; w and g: (clients, d)."""
+        s, self.count = self.local, self.count + 1
+        if s.clip is not None:
+            norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+            g = g * (s.clip / (norm + 1e-6)).clamp(max=1)
+        if s.weight_decay and s.optimizer != "adamw":
+            g = g.add(w, alpha=s.weight_decay)
+        if s.optimizer == "sgd":
+            w.add_(self._momentum(g) if s.momentum else g, alpha=-lr)
+            return
+        if s.optimizer == "adamw":
+            w.mul_(1 - lr * s.weight_decay)
+        self._adam(w, g, lr)
+
+    def _momentum(self, g: Tensor) -> Tensor:
+        s = self.local
+        if self.m is None:
+            self.m = g.clone()
+        else:
+            self.m[: len(g)].mul_(s.momentum).add_(g)
+        m = self.m[: len(g)]
+        return g.add(m, alpha=s.momentum) if s.nesterov else m
+
+    def _adam(self, w: Tensor, g: Tensor, lr: float) -> None:
+        s, (b1, b2) = self.local, self.local.betas
+        if self.m is None or self.v is None:
+            self.m, self.v = torch.zeros_like(w), torch.zeros_like(w)
+        m = self.m[: len(g)].lerp_(g, 1 - b1)
+        v = self.v[: len(g)].mul_(b2).addcmul_(g, g, value=1 - b2)
+        bias1, bias2 = 1 - b1**self.count, 1 - b2**self.count
+        w.addcdiv_(m, (v.sqrt() / math.sqrt(bias2)).add_(s.eps), value=-lr / bias1)
+
+
+def batches(
+    ids: np.ndarray, local: Local, seed: int, round_: int, client: int, components: bool
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """The batches of one client's local phase, in order, and which batch of its cut each one is.
+
+    Epochs are fresh permutations cut into batches. With `components` the data are cut once and
+    every step draws one of the pieces with replacement (incremental aggregated gradients).
+    """
+    random, size = rng(seed, "batches", round_, client), local.batch
+    per_epoch = -(-len(ids) // size)
+    steps = local.steps or local.epochs * per_epoch
+    if components:
+        pieces = cut(ids, local, seed, round_, client)
+        picks = random.integers(len(pieces), size=steps)
+        return [pieces[j] for j in picks], picks
+    out: list[np.ndarray] = []
+    while len(out) < steps:
+        order = ids[random.permutation(len(ids))]
+        out += [order[k : k + size] for k in range(0, len(ids), size)]
+    return out[:steps], np.arange(steps) % per_epoch
+
+
+def cut(ids: np.ndarray, local: Local, seed: int, round_: int, client: int) -> list[np.ndarray]:
+    """A client's data cut once into batches: the components of an aggregated gradient."""
+    order = ids[rng(seed, "components", round_, client).permutation(len(ids))]
+    return [order[k : k + local.batch] for k in range(0, len(ids), local.batch)]

@@ -1,0 +1,271 @@
+"""A method is a tuple of parts: all that a method's author reads.
+
+FedAvg is `Method()`; everything else is `Method(part, ...)`. A part is a frozen dataclass of
+hyper-parameters whose hooks are pure functions: state comes in as a value and goes out as a value.
+Override only what the method changes.
+
+Signs: an *update* is travel, w_i - start (the papers' pseudo-gradient is its negative).
+Shapes: server vectors are (d,). In client hooks a vector's last dimension is d and a dimension of
+clients stands before it, (clients, d), because an engine may train several clients at once; so
+write element-wise formulas, and `dot` and `sq` of `everfed.vector` for inner products. Hooks called
+client by client (data, probe, remember, close) see plain (d,) vectors and their own state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from everfed.errors import EverfedError
+from everfed.local import Local
+from everfed.vector import Layout
+
+#: A part's server state, client state, extras for clients or uploads: named tensors.
+State = dict[str, Tensor]
+Average = Literal["samples", "uniform"]
+Reduction = Literal["mean", "sum", "stack"]
+
+
+class Context(Protocol):
+    """What a client hook may read. `down` and `mine` are those of the part that is called."""
+
+    start: Tensor  #: the model received, (d,)
+    down: Mapping[str, Tensor]  #: the extras this part sent
+    mine: Mapping[str, Tensor]  #: this part's own client state, (clients, ...) in a group
+    scratch: dict[str, Any]  #: kept for one local phase, only where `Part.batched` is False
+    round: int
+    task: int
+    seed: int
+    client: int  #: the client's id; only in hooks called client by client
+    block: int  #: which of its local data sets the client holds in this round
+    ids: np.ndarray  #: its current samples, without anything replayed; client by client
+    n: Tensor  #: number of current samples, (clients, 1)
+    weight: Tensor  #: weight in the mean (n, or 1 if uniform), (clients, 1)
+    local: Local
+    lr: float  #: the round's learning rate
+    step: int  #: local steps done so far
+    steps: Tensor  #: local steps of the whole phase, (clients, 1)
+    epoch_ends: Tensor  #: whether this step was an epoch's last, (clients, 1)
+    component: int  #: which piece of the cut data this batch is (`Part.components`)
+    layout: Layout
+    known: Tensor | None  #: classes of earlier tasks (bool, (classes,)); None: all of them
+
+    def gradient(self, w: Tensor, ids: np.ndarray | None = None) -> Tensor:
+        """The mean loss's gradient at w over the current samples (or over `ids`)."""
+        ...
+
+    def fisher(self, w: Tensor) -> Tensor:
+        """Diagonal Fisher at w: the mean of per-sample squared gradients."""
+        ...
+
+    def hutchinson(self, w: Tensor, probes: int) -> Tensor:
+        """Hutchinson's estimate of the Hessian's diagonal at w."""
+        ...
+
+    def logits(self, w: Tensor, x: Tensor) -> Tensor:
+        """Outputs of another model w, (d,), on a batch; no gradient, evaluation mode."""
+        ...
+
+    def features(self, w: Tensor, ids: np.ndarray) -> Tensor:
+        """What the last layer of model w is fed with, (len(ids), width)."""
+        ...
+
+    def labels(self, ids: np.ndarray) -> np.ndarray:
+        """Labels of samples."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The cohort's uploads, reduced; `r["key"]` is the part's own upload of that name."""
+
+    values: Mapping[str, Tensor]
+    w: Tensor  #: the server's model before the round, (d,)
+    n: int  #: clients whose replies count
+    weight: float  #: the sum of their weights
+    population: int  #: clients there are
+    round: int
+    task: int
+    #: mean over coordinates of the cohort's variance around the (weighted) mean update
+    spread: Tensor | None = None
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.values[key]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One change of the round. Hyper-parameters are the dataclass's fields."""
+
+    #: how each own upload is reduced; only `stack` keeps single clients apart
+    reduces: ClassVar[Mapping[str, Reduction]] = {}
+    #: whether `fold` reads `r.spread`
+    spread: ClassVar[bool] = False
+    #: extras that change only at a task's end, so that a client needs them once a task
+    once: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def batched(self) -> bool:
+        """Whether the client hooks may see several clients at once."""
+        return True
+
+    @property
+    def components(self) -> bool:
+        """Whether batches are components of a fixed cut, drawn with replacement."""
+        return False
+
+    @property
+    def new_slice(self) -> bool:
+        """Whether, where classes arrive task by task, only the new ones compete in the loss."""
+        return False
+
+    # server ------------------------------------------------------------------------------------
+    def init(self, w: Tensor, layout: Layout) -> State:
+        """The part's first server state."""
+        return {}
+
+    def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
+        """The model clients start from, and extras for them."""
+        return w, {}
+
+    def answer(self, s: State, r: Reduced) -> State:
+        """Extras made of the reduced probe, sent with the model."""
+        return dict(r.values)
+
+    def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
+        """The mean update becomes the server's step (w <- w + step) and the next state."""
+        return update, s
+
+    def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
+        """The server's side of a task boundary; `r` holds what `close` uploaded."""
+        return s
+
+    def metrics(self, s: State) -> dict[str, float]:
+        """Numbers worth a line in the records each round."""
+        return {}
+
+    def check(self, local: Local) -> None:
+        """Raise EverfedError where the part cannot work with these local settings."""
+
+    # client ------------------------------------------------------------------------------------
+    def client_init(self, w: Tensor) -> State:
+        """A new client's state (w: the model it first receives)."""
+        return {}
+
+    def data(self, ids: np.ndarray, c: Context) -> np.ndarray:
+        """The samples to train on, given the current ones. Client by client."""
+        return ids
+
+    def probe(self, w: Tensor, c: Context) -> tuple[State, State]:
+        """An exchange before training: uploads, changes of the state. Client by client."""
+        return {}, {}
+
+    def loss(self, z: Tensor, x: Tensor, y: Tensor, c: Context) -> Tensor:
+        """A term added to each sample's loss: outputs (clients, batch, classes) -> (clients, batch)."""
+        raise NotImplementedError
+
+    def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
+        """A change of the gradient. May change `g` in place."""
+        return g
+
+    def after(self, w: Tensor, c: Context) -> Tensor:
+        """A change of the model after an optimiser step."""
+        return w
+
+    def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
+        """After training, w the client's model: the update to upload, other uploads, changes of
+        the client's state."""
+        return update, {}, {}
+
+    def remember(self, w: Tensor, c: Context) -> State:
+        """After training: changes of a state that is made of samples. Client by client."""
+        return {}
+
+    def close(self, w: Tensor, c: Context) -> tuple[State, State]:
+        """The client's side of a task boundary: uploads, changes of the state. Client by client."""
+        return {}, {}
+
+    # what follows from the above -----------------------------------------------------------------
+    @property
+    def stateful(self) -> bool:
+        """Whether a client must remember something from round to round."""
+        return self.has("client_init")
+
+    @classmethod
+    def has(cls, hook: str) -> bool:
+        """Whether the part overrides a hook."""
+        return getattr(cls, hook) is not getattr(Part, hook)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method asks of a federation."""
+
+    client_state: bool
+    exchanges: int
+    boundaries: bool
+    secure_aggregation: bool
+
+
+@dataclass(frozen=True, init=False)
+class Method:
+    """Parts in the order in which their hooks run, and how clients are averaged.
+
+    >>> Method().name
+    'fedavg'
+    """
+
+    parts: tuple[Part, ...] = ()
+    average: Average = "samples"
+    name: str = field(default="fedavg", compare=False)
+
+    def __init__(
+        self, *parts: Part, average: Average = "samples", name: str | None = None
+    ) -> None:
+        for part in parts:
+            if not isinstance(part, Part):
+                raise EverfedError(f"a method is made of parts, and {part!r} is not a Part")
+        if average not in ("samples", "uniform"):
+            raise EverfedError(f"average must be 'samples' or 'uniform', not {average!r}")
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "average", average)
+        own = "+".join(type(p).__name__.lower() for p in parts) or "fedavg"
+        object.__setattr__(self, "name", name or own)
+
+    def __add__(self, other: Method) -> Method:
+        """Both methods' parts; the averaging of the first."""
+        names = [m.name for m in (self, other) if m.parts] or ["fedavg"]
+        return Method(*self.parts, *other.parts, average=self.average, name="+".join(names))
+
+    def using(self, hook: str) -> list[int]:
+        """Which parts override a hook."""
+        return [i for i, part in enumerate(self.parts) if part.has(hook)]
+
+    @cached_property
+    def batched(self) -> bool:
+        return all(part.batched for part in self.parts)
+
+    @cached_property
+    def components(self) -> bool:
+        return any(part.components for part in self.parts)
+
+    @property
+    def needs(self) -> Needs:
+        reductions = [kind for part in self.parts for kind in part.reduces.values()]
+        return Needs(
+            client_state=any(part.stateful for part in self.parts),
+            exchanges=2 if self.using("probe") else 1,
+            boundaries=bool(self.using("task_end") or self.using("close")),
+            secure_aggregation="stack" not in reductions,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The method as plain values, for a run's folder."""
+        parts = [{"part": type(p).__name__, **dataclasses.asdict(p)} for p in self.parts]
+        return {"name": self.name, "average": self.average, "parts": parts}

@@ -1,0 +1,29 @@
+"""Methods by name: each function builds a `Method` from its parts.
+
+>>> special(lam=0.25).name
+'special'
+"""
+
+from everfed.methods.cfl_coreset import CoreSet, cfl_coreset
+from everfed.methods.cfl_regularization import Taylor, cfl_regularization
+from everfed.methods.cflag import CFlag, Track, cflag, fedtrack
+from everfed.methods.ewc import Elastic, ewc
+from everfed.methods.fedavg import ServerRate, fedavg
+from everfed.methods.fedavgm import ServerMomentum, fedavgm
+from everfed.methods.fedeve import FedEve, fedeve
+from everfed.methods.fednova import Nova, fednova
+from everfed.methods.fedopt import ServerAdaptive, fedadagrad, fedadam, fedyogi
+from everfed.methods.fedprox import Prox, fedprox
+from everfed.methods.lwf import Distil, lwf
+from everfed.methods.mimelite import MimeLite, mimelite
+from everfed.methods.registry import METHODS, Entry, register
+from everfed.methods.scaffold import Scaffold, scaffold
+from everfed.methods.special import Anchor, ClientAnchor, special, special_c
+
+__all__ = [
+    "METHODS", "Anchor", "CFlag", "ClientAnchor", "CoreSet", "Distil", "Elastic", "Entry",
+    "FedEve", "MimeLite", "Nova", "Prox", "Scaffold", "ServerAdaptive", "ServerMomentum",
+    "ServerRate", "Taylor", "Track", "cfl_coreset", "cfl_regularization", "cflag", "ewc",
+    "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedeve", "fednova", "fedprox", "fedtrack",
+    "fedyogi", "lwf", "mimelite", "register", "scaffold", "special", "special_c",
+]  # fmt: skip

@@ -1,0 +1,123 @@
+"""CFL-Regularization. Towards Federated Learning on Time-evolving Heterogeneous Data.
+
+A past objective is kept as its Taylor series at the client's final model w^:
+
+    f~(w) = f(w^) + g'(w - w^) + 1/2 (w - w^)' diag(h) (w - w^),    grad f~ = g + h (w - w^)
+
+The server keeps the latest 40 of them, of all clients, on the chosen layers. Since
+
+    sum_b p_b (g_b + h_b (w - w^_b)) = H w + c,   H = sum p_b h_b,  c = sum p_b (g_b - h_b w^_b)
+
+clients upload (h, g - h w^) and the server sends the two vectors H and c: exact, and small.
+weights = "beta":   loss + sum over layers of beta_l * mean_b f~_b      (the experiments)
+weights = "theory": p_t loss + sum_tau p_tau f~_tau, p of Theorem 4.1   (on the chosen layers)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from everfed.errors import EverfedError
+from everfed.method import Average, Context, Method, Part, Reduced, State
+from everfed.methods.fedprox import Prox
+from everfed.methods.registry import register
+from everfed.theory.weights import independent
+from everfed.vector import Layout, Slot
+
+Layers = Literal["top", "all"] | dict[str, float]
+
+
+def chosen(layers: Layers, layout: Layout) -> list[tuple[Slot, float]]:
+    """The regularised slots with their strengths; "top": the last layer 1, the one before 0.1."""
+    names = layout.layers()
+    if layers == "all":
+        layers = dict.fromkeys(names, 1.0)
+    elif layers == "top":
+        layers = dict(zip(names[-2:], (0.1, 1.0)[-len(names[-2:]) :], strict=True))
+    for name in layers:
+        if not layout.names(name):
+            raise EverfedError(f"the model has no layer {name!r}; it has {', '.join(names)}")
+    return [(slot, beta) for name, beta in layers.items() for slot in layout.names(name)]
+
+
+@dataclass(frozen=True)
+class Taylor(Part):
+    """Second-order memories of past objectives, compressed to two vectors."""
+
+    reduces = {"h": "stack", "c": "stack"}
+    curvature: Literal["fisher", "hutchinson"] = "fisher"
+    layers: Layers = "top"
+    buffer: PositiveInt = 40
+    weights: Literal["beta", "theory"] = "beta"
+    #: Theorem 4.1's D^2 (time drift) and R^2 (information loss)
+    d2: PositiveFloat = 1.0
+    r2: NonNegativeFloat = 1.0
+    probes: PositiveInt = 10
+    clamp: bool = True
+
+    def init(self, w: Tensor, layout: Layout) -> State:
+        chosen(self.layers, layout)
+        return {}
+
+    def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
+        if not s:
+            return w, {}
+        rounds, at, entries = s["round"].unique(return_inverse=True, return_counts=True)
+        if self.weights == "theory":
+            past, now = independent(len(rounds) + 1, self.d2, self.r2)
+            p = past / entries[at].to(w)  # a round's weight is shared by its entries
+        else:
+            p, now = torch.full_like(s["h"][:, 0], 1 / len(s["h"])), 1.0
+        return w, {"h": p @ s["h"], "c": p @ s["c"], "now": torch.tensor(now).to(w)}
+
+    def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
+        if "h" not in c.down:
+            return g
+        at = 0
+        for slot, beta in chosen(self.layers, c.layout):
+            cut, here = slice(slot.start, slot.stop), slice(at, at + slot.stop - slot.start)
+            pull = c.down["h"][here] * w[..., cut] + c.down["c"][here]
+            strength = beta if self.weights == "beta" else 1.0
+            g[..., cut].mul_(c.down["now"]).add_(pull, alpha=strength)
+            at = here.stop
+        return g
+
+    def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
+        h = c.fisher(w) if self.curvature == "fisher" else c.hutchinson(w, self.probes)
+        h = h.clamp_(min=0) if self.clamp else h
+        constant = c.gradient(w).addcmul_(h, w, value=-1)
+        slots = [slot for slot, _ in chosen(self.layers, c.layout)]
+
+        def take(v: Tensor) -> Tensor:
+            return torch.cat([v[..., slot.start : slot.stop] for slot in slots], -1)
+
+        return update, {"h": take(h), "c": take(constant)}, {}
+
+    def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
+        new = {"h": r["h"], "c": r["c"], "round": torch.full((len(r["h"]),), r.round)}
+        kept = {key: torch.cat([s[key], new[key]]) if s else new[key] for key in new}
+        return update, {key: value[-self.buffer :] for key, value in kept.items()}
+
+
+@register("Towards Federated Learning on Time-evolving Heterogeneous Data")
+def cfl_regularization(
+    curvature: Literal["fisher", "hutchinson"] = "fisher",
+    layers: Layers = "top",
+    buffer: PositiveInt = 40,
+    weights: Literal["beta", "theory"] = "beta",
+    d2: PositiveFloat = 1.0,
+    r2: NonNegativeFloat = 1.0,
+    probes: PositiveInt = 10,
+    clamp: bool = True,
+    mu: NonNegativeFloat = 0.0,
+    average: Average = "uniform",
+) -> Method:
+    """Taylor approximations of past objectives; `mu` adds FedProx."""
+    taylor = Taylor(curvature, layers, buffer, weights, d2, r2, probes, clamp)
+    parts = (taylor, Prox(mu)) if mu else (taylor,)
+    return Method(*parts, average=average, name="cfl_regularization")

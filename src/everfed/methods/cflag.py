@@ -1,0 +1,206 @@
+"""C-FLAG and FedTrack. On the Convergence of Continual Federated Learning Using Incrementally
+Aggregated Gradients.
+
+Two exchanges a round. (a) clients upload grad g_i(x) over their current data and grad f_i(x) over a
+sample of their memory; (b) the server sends the means grad g and grad f, and clients step
+
+    y <- y - beta (grad g - grad g_i + g')
+
+g' the mean of a table of component gradients, one entry renewed a step (IAG), or the plain batch
+gradient. FedTrack averages y. C-FLAG uploads (Eq. 25's form; a_i = sum of g', without beta)
+
+    dx_i = alpha_i grad f + beta_i a_i + beta E (grad g - grad g_i),   x <- x - sum p_i dx_i
+    a_i = (x - y_E) / beta - E (grad g - grad g_i),    Lambda_i = <grad f, a_i>
+    adaptive, Lambda_i > 0:   alpha_i = alpha,  beta_i = (1 - L alpha) Lambda_i / (L p_i c |a_i|^2)
+    adaptive, Lambda_i <= 0:  alpha_i = alpha - beta Lambda_i / |grad f|^2,  beta_i = beta
+
+c = 1 (average case) or the cohort's size (worst). Guards: beta_i <= clip * beta (the rate of the
+transference case can be a thousand times beta) and alpha_i <= 1/L; clip = inf is without guards.
+The paper scales the last term of dx_i by beta_i, after which corrections no longer cancel:
+`printed` does that.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor, where
+
+from everfed import memory
+from everfed.chance import rng
+from everfed.errors import EverfedError
+from everfed.local import Local, cut
+from everfed.method import Average, Context, Method, Part, Reduced, State
+from everfed.methods.registry import register
+from everfed.vector import dot, sq
+
+
+@dataclass(frozen=True)
+class Track(Part):
+    """Local steps along the global gradient, corrected by the change of the own one."""
+
+    reduces = {"g": "mean"}
+    iag: bool = True
+
+    @property
+    def batched(self) -> bool:
+        return not self.iag
+
+    @property
+    def components(self) -> bool:
+        return self.iag
+
+    @property
+    def stateful(self) -> bool:
+        return False  # what the probe leaves behind lives until the round's end
+
+    def probe(self, w: Tensor, c: Context) -> tuple[State, State]:
+        g = c.gradient(w)
+        return {"g": g}, {"g": g}
+
+    def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
+        return update, {}, {"g": c.mine["g"][:, :0]}
+
+    def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
+        drift = c.down["g"] - c.mine["g"]
+        if not self.iag:
+            return g.add_(drift)
+        if c.step == 0:  # the table as it is: every entry at x
+            pieces = cut(c.ids, c.local, c.seed, c.round, c.client)
+            c.scratch["share"] = [len(piece) / len(c.ids) for piece in pieces]
+            c.scratch["table"] = torch.cat([c.gradient(c.start, piece) for piece in pieces])
+            shares = torch.tensor(c.scratch["share"]).to(w)
+            c.scratch["mean"] = (shares @ c.scratch["table"]).unsqueeze(0)
+        else:
+            table, j = c.scratch["table"], c.component
+            c.scratch["mean"].add_(g[0] - table[j], alpha=c.scratch["share"][j])
+            table[j] = g[0]
+        return drift + c.scratch["mean"]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """AdapLR: how far to step along the memory's gradient and along the own travel."""
+
+    lipschitz: float
+    adaptive: Literal["off", "average", "worst"]
+    clip: float
+
+    def __call__(
+        self, f: Tensor, a: Tensor, alpha: float, beta: float, p: Tensor, cohort: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(alpha_i, beta_i), each (clients, 1), for f (d,) and a (clients, d)."""
+        agree, f2, a2 = dot(f, a), sq(f), sq(a)
+        same = torch.ones_like(agree)
+        if self.adaptive == "off":
+            return alpha * same, beta * same
+        many = cohort if self.adaptive == "worst" else torch.ones_like(cohort)
+        room = self.lipschitz * p * many * a2
+        faster = ((1 - self.lipschitz * alpha) * agree / room).clamp(max=self.clip * beta)
+        firmer = (alpha - beta * agree / f2).clamp(max=max(alpha, self._alpha_limit))
+        usable = (f2 > 1e-24) & (a2 > 1e-24)
+        helps = agree > 0
+        alpha_i = where(usable & ~helps, firmer, alpha * same)
+        return alpha_i, where(usable & helps, faster, beta * same)
+
+    @property
+    def _alpha_limit(self) -> float:
+        return 1 / self.lipschitz if math.isfinite(self.clip) else math.inf
+
+
+@dataclass(frozen=True)
+class CFlag(Track):
+    """Gradient tracking, a step along the memory's gradient, and rates against forgetting."""
+
+    reduces = {"g": "mean", "f": "mean", "has": "mean", "agree": "mean"}
+    alpha: PositiveFloat | None = None
+    lipschitz: PositiveFloat = 5.0
+    adaptive: Literal["off", "average", "worst"] = "average"
+    clip: PositiveFloat = 1.0
+    printed: bool = False
+    memory: PositiveInt = 400
+    draw: PositiveInt = 200
+
+    def check(self, local: Local) -> None:
+        alpha = self.alpha or local.lr
+        if self.adaptive != "off" and self.lipschitz * alpha >= 1:
+            raise EverfedError(
+                f"C-FLAG's adaptive rates need alpha < 1/lipschitz, but alpha = {alpha} (the "
+                f"learning rate unless set) and lipschitz = {self.lipschitz}: lower one of them "
+                "or set adaptive = 'off'"
+            )
+
+    @property
+    def stateful(self) -> bool:
+        return True
+
+    def client_init(self, w: Tensor) -> State:
+        return {"ids": torch.zeros(0, dtype=torch.int64)}
+
+    def probe(self, w: Tensor, c: Context) -> tuple[State, State]:
+        up, mine = super().probe(w, c)
+        random = rng(c.seed, "memory draw", c.round, c.client)
+        ids = memory.uniform(c.mine["ids"].numpy(), self.draw, random)
+        f = c.gradient(w, ids) if len(ids) else torch.zeros_like(w)
+        up |= {"f": f, "has": torch.tensor(float(len(ids) > 0)).to(w)}
+        return up, mine
+
+    def answer(self, s: State, r: Reduced) -> State:
+        if not r["has"]:
+            return {"g": r["g"]}
+        # the mean over those that have a memory
+        total, cohort = torch.tensor(r.weight), torch.tensor(float(r.n))
+        return {"g": r["g"], "f": r["f"] / r["has"], "total": total, "cohort": cohort}
+
+    def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
+        _, _, mine = super().finish(update, w, c)
+        if "f" not in c.down:
+            return update, {"agree": torch.ones_like(c.weight)}, mine
+        f, beta = c.down["f"], c.lr
+        drift = c.steps * beta * (c.down["g"] - c.mine["g"])
+        a = (c.start - w - drift) / beta
+        rates = Rates(self.lipschitz, self.adaptive, self.clip)
+        p, cohort = c.weight / c.down["total"].to(w), c.down["cohort"].to(w)
+        alpha_i, beta_i = rates(f, a, self.alpha or c.lr, beta, p, cohort)
+        dx = alpha_i * f + beta_i * a + (beta_i / beta if self.printed else 1) * drift
+        return -dx, {"agree": (dot(f, a) > 0).to(w)}, mine
+
+    def close(self, w: Tensor, c: Context) -> tuple[State, State]:
+        random = rng(c.seed, "memory", c.task, c.client)
+        kept = memory.class_balanced(c.ids, c.labels(c.ids), self.memory, random)
+        ids = torch.from_numpy(np.concatenate([c.mine["ids"].numpy(), kept]))
+        return {}, {"ids": ids}
+
+    def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
+        return update, {"agree": r["agree"]}
+
+    def metrics(self, s: State) -> dict[str, float]:
+        return {"transference": float(s["agree"])} if s else {}
+
+
+@register("On the Convergence of Continual Federated Learning (FedLin with IAG)")
+def fedtrack(iag: bool = True, average: Average = "samples") -> Method:
+    """Gradient tracking: local steps along the global gradient, in two exchanges."""
+    return Method(Track(iag), average=average, name="fedtrack")
+
+
+@register("On the Convergence of Continual Federated Learning")
+def cflag(
+    alpha: PositiveFloat | None = None,
+    lipschitz: PositiveFloat = 5.0,
+    adaptive: Literal["off", "average", "worst"] = "average",
+    clip: PositiveFloat = 1.0,
+    printed: bool = False,
+    iag: bool = True,
+    memory: PositiveInt = 400,
+    draw: PositiveInt = 200,
+    average: Average = "samples",
+) -> Method:
+    """Replay memory with incremental aggregated gradients and adaptive rates."""
+    part = CFlag(iag, alpha, lipschitz, adaptive, clip, printed, memory, draw)
+    return Method(part, average=average, name="cflag")

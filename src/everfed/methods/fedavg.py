@@ -1,0 +1,35 @@
+"""FedAvg. McMahan et al., Communication-Efficient Learning of Deep Networks, 2017.
+
+    w <- w + eta_g * sum_i p_i (w_i - w),    p_i = n_i / sum n  or  1 / S
+
+FedAvg is the empty method; the server's rate eta_g is the one part here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from everfed.method import Average, Method, Part, Reduced, State
+from everfed.methods.registry import register
+
+
+@dataclass(frozen=True)
+class ServerRate(Part):
+    """Scales the server's step; "1/task" divides by the task's number (from 1)."""
+
+    rate: PositiveFloat | Literal["1/task"] = 1.0
+
+    def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
+        rate = 1 / (r.task + 1) if self.rate == "1/task" else self.rate
+        return update * rate, s
+
+
+@register("McMahan et al. 2017")
+def fedavg(server_lr: PositiveFloat = 1.0, average: Average = "samples") -> Method:
+    """The mean of the clients' models."""
+    parts = () if server_lr == 1 else (ServerRate(server_lr),)
+    return Method(*parts, average=average, name="fedavg")

@@ -1,0 +1,78 @@
+"""SCAFFOLD. Karimireddy et al., Stochastic Controlled Averaging, 2020.
+
+    local step   y <- y - eta (g_i(y) - c_i + c)
+    afterwards   c_i+ = g_i(x)                              (option I, full batch)
+                 c_i+ = c_i - c + (x - y_K) / (K eta)       (option II)
+    server       x <- x + mean (y_K - x),   c <- c + (S/N) mean (c_i+ - c_i)
+
+K is each client's own number of steps. Control variates describe one task's gradients, so by
+default all of them start at zero again when a task ends.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+from torch import Tensor, tensor, zeros_like
+
+from everfed.errors import EverfedError
+from everfed.local import Local
+from everfed.method import Average, Context, Method, Part, Reduced, State
+from everfed.methods.registry import register
+from everfed.vector import Layout
+
+
+@dataclass(frozen=True)
+class Scaffold(Part):
+    """Control variates against client drift."""
+
+    reduces = {"dc": "sum"}
+    option: Literal[1, 2] = 2
+    reset: bool = True
+
+    def check(self, local: Local) -> None:
+        if self.option == 2 and not local.plain:
+            raise EverfedError(
+                "SCAFFOLD's option 2 reads the gradient off plain SGD steps: set local.optimizer = "
+                "'sgd' without momentum, weight decay or clipping, or use option = 1"
+            )
+
+    def init(self, w: Tensor, layout: Layout) -> State:
+        return {"c": zeros_like(w)}
+
+    def client_init(self, w: Tensor) -> State:
+        return {"c": zeros_like(w), "task": tensor(0)}
+
+    def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
+        return w, {"c": s["c"]}
+
+    def _own(self, c: Context) -> Tensor:
+        stale = (c.mine["task"] != c.task).unsqueeze(-1) & self.reset
+        return c.mine["c"].masked_fill(stale, 0)
+
+    def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
+        return g.sub_(self._own(c)).add_(c.down["c"])
+
+    def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
+        own = self._own(c)
+        if self.option == 1:
+            new = c.gradient(c.start)
+        else:
+            new = own - c.down["c"] + (c.start - w) / (c.steps * c.lr)
+        task = c.mine["task"] * 0 + c.task
+        return update, {"dc": new - own}, {"c": new, "task": task}
+
+    def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
+        return update, {"c": s["c"] + r["dc"] / r.population}
+
+    def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
+        return {"c": zeros_like(w)} if self.reset else s
+
+
+@register("Karimireddy et al. 2020")
+def scaffold(
+    option: Literal[1, 2] = 2, reset: bool = True, average: Average = "uniform"
+) -> Method:
+    """Control variates that take the client drift out of local steps."""
+    return Method(Scaffold(option, reset), average=average, name="scaffold")

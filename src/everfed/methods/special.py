@@ -1,0 +1,88 @@
+"""SPECIAL and SPECIAL-C. Server-Proximal Aggregation for Federated Domain-Incremental Learning.
+
+SPECIAL (eq. 6), theta_{i-1} the model at the end of the previous task, none in the first:
+
+    theta_bar = theta + gamma_G mean_m (theta_m - theta),    gamma_G = 1 / i in task i
+    theta <- (theta_bar + lambda theta_{i-1}) / (1 + lambda)
+
+SPECIAL-C does it at the clients, after every local epoch, with 2 lambda (its prox has a 1/2):
+
+    y <- (x + 2 lambda theta_{i-1}) / (1 + 2 lambda)
+
+Under SPECIAL a task moves the model by at most 1/lambda of its per-round steps.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor, where
+
+from everfed.method import Average, Context, Method, Part, Reduced, State
+from everfed.methods.fedavg import ServerRate
+from everfed.methods.registry import register
+
+
+def pull(theta: Tensor, anchor: Tensor, lam: float) -> Tensor:
+    """The proximal step towards the anchor."""
+    return (theta + lam * anchor) / (1 + lam)
+
+
+@dataclass(frozen=True)
+class Anchor(Part):
+    """Pulls the server's model to that of the previous task's end, every round."""
+
+    lam: NonNegativeFloat = 0.25
+
+    def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
+        if "anchor" not in s:
+            return update, s
+        new = pull(r.w + update, s["anchor"], self.lam)
+        return new - r.w, s | {"distance": (new - s["anchor"]).norm()}
+
+    def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
+        return {"anchor": w}
+
+    def metrics(self, s: State) -> dict[str, float]:
+        return {"anchor_distance": float(s["distance"])} if "distance" in s else {}
+
+
+@dataclass(frozen=True)
+class ClientAnchor(Part):
+    """Pulls each client's model to the anchor after every local epoch."""
+
+    once = ("anchor",)
+    lam: NonNegativeFloat = 0.2
+
+    def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
+        return w, s
+
+    def after(self, w: Tensor, c: Context) -> Tensor:
+        if "anchor" not in c.down:
+            return w
+        return where(c.epoch_ends, pull(w, c.down["anchor"], 2 * self.lam), w)
+
+    def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
+        return {"anchor": w}
+
+
+@register("SPECIAL: Server-Proximal Aggregation")
+def special(
+    lam: NonNegativeFloat = 0.25,
+    server_lr: PositiveFloat | Literal["1/task"] = "1/task",
+    average: Average = "uniform",
+) -> Method:
+    """A server-side anchor at the previous task's model."""
+    return Method(ServerRate(server_lr), Anchor(lam), average=average, name="special")
+
+
+@register("SPECIAL: Server-Proximal Aggregation")
+def special_c(
+    lam: NonNegativeFloat = 0.2,
+    server_lr: PositiveFloat | Literal["1/task"] = 1.0,
+    average: Average = "uniform",
+) -> Method:
+    """SPECIAL's anchor at the clients."""
+    return Method(ServerRate(server_lr), ClientAnchor(lam), average=average, name="special_c")

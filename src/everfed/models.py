@@ -1,0 +1,114 @@
+"""Models by name. Each function gives a recipe; the run's seed decides the initial weights.
+
+>>> mlp(64, 128, 10)().__class__.__name__
+'Sequential'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everfed.errors import EverfedError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model that is built when a run starts."""
+
+    name: str
+    build: Callable[[], nn.Module] = field(repr=False, compare=False)
+    sizes: tuple[Any, ...] = ()
+
+    def __call__(self) -> nn.Module:
+        return self.build()
+
+
+def mlp(*widths: int) -> Recipe:
+    """Dense layers with ReLU between them: inputs, hidden widths, outputs."""
+    if len(widths) < 2 or min(widths) < 1:
+        raise EverfedError(f"mlp needs the widths of inputs, hidden layers and outputs: {widths}")
+
+    def build() -> nn.Module:
+        layers: list[nn.Module] = [nn.Flatten()]
+        for k, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+            layers += [nn.ReLU()] * (k > 0) + [nn.Linear(a, b)]
+        return nn.Sequential(*layers)
+
+    return Recipe("mlp", build, widths)
+
+
+def lenet(channels: int = 1, size: int = 28, classes: int = 10) -> Recipe:
+    """LeNet5: two 5x5 convolutions with pooling, three dense layers."""
+    side = (size - 4) // 2
+    side = (side - 4) // 2
+    if side < 1:
+        raise EverfedError(f"lenet needs images of at least 16 pixels, not {size}")
+
+    def build() -> nn.Module:
+        # pooling before ReLU gives the same numbers and is cheaper
+        return nn.Sequential(
+            nn.Conv2d(channels, 6, 5), nn.MaxPool2d(2), nn.ReLU(),
+            nn.Conv2d(6, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
+            nn.Linear(16 * side * side, 120), nn.ReLU(),
+            nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes),
+        )  # fmt: skip
+
+    return Recipe("lenet", build, (channels, size, classes))
+
+
+def cnn(channels: int = 3, size: int = 32, classes: int = 10, width: int = 16) -> Recipe:
+    """A small convolutional network: two 3x3 blocks with pooling, one hidden dense layer."""
+    side = size // 4
+    if side < 1:
+        raise EverfedError(f"cnn needs images of at least 4 pixels, not {size}")
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(channels, width, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
+            nn.Linear(2 * width * side * side, 4 * width), nn.ReLU(),
+            nn.Linear(4 * width, classes),
+        )  # fmt: skip
+
+    return Recipe("cnn", build, (channels, size, classes, width))
+
+
+class Residual(nn.Module):
+    """ResNet's basic block with GroupNorm."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.norm1 = nn.GroupNorm(2, outer)
+        self.conv2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.norm2 = nn.GroupNorm(2, outer)
+        self.short: nn.Module = nn.Identity()
+        if stride > 1 or inner != outer:
+            project = nn.Conv2d(inner, outer, 1, stride, bias=False)
+            self.short = nn.Sequential(project, nn.GroupNorm(2, outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(out)) + self.short(x))
+
+
+def resnet18(channels: int = 3, classes: int = 10) -> Recipe:
+    """ResNet-18 for 32x32 images, with GroupNorm (statistics of clients are not mixed)."""
+
+    def build() -> nn.Module:
+        stages: list[nn.Module] = []
+        inner = 64
+        for outer, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            stages += [Residual(inner, outer, stride), Residual(outer, outer, 1)]
+            inner = outer
+        return nn.Sequential(
+            nn.Conv2d(channels, 64, 3, 1, 1, bias=False), nn.GroupNorm(2, 64), nn.ReLU(),
+            *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes),
+        )  # fmt: skip
+
+    return Recipe("resnet18", build, (channels, classes))

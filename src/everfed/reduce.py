@@ -1,0 +1,121 @@
+"""Uploads are reduced as they come in: an engine never holds a cohort of models.
+
+`mean` is weighted by the clients' weights, `sum` is plain, `stack` keeps clients apart (in the
+order of their ids). A client that sends NaN, infinity or a wrong shape is dropped and counted;
+means are over those that remain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from everfed.method import Method, Reduction
+
+Uploads = dict[str, Tensor]
+
+
+def kinds(method: Method, exchange: str) -> dict[str, Reduction]:
+    """How each key of an exchange's uploads is reduced; a part's own keys are 'index.key'."""
+    own: dict[str, Reduction] = {
+        f"{i}.{key}": kind
+        for i, part in enumerate(method.parts)
+        for key, kind in part.reduces.items()
+    }
+    return own | ({"update": "mean", "buffers": "mean"} if exchange == "train" else {})
+
+
+@dataclass
+class Reducer:
+    """A streaming reduction of (clients, ...) uploads."""
+
+    kinds: Mapping[str, Reduction]
+    shapes: dict[str, tuple[int, ...]]  #: where a shape is known beforehand
+    spread: bool = False
+    sums: Uploads = field(default_factory=dict)
+    stacks: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    n: int = 0
+    weight: float = 0.0
+    dropped: dict[int, str] = field(default_factory=dict)  #: client -> why
+
+    def add(self, clients: Sequence[int], uploads: Uploads, weights: Tensor) -> list[int]:
+        """Take in the uploads of some clients, (clients, ...) each; the rows that count."""
+        for key, value in uploads.items():
+            shape = self.shapes.setdefault(key, tuple(value.shape[1:]))
+            if tuple(value.shape) != (len(clients), *shape):
+                why = f"{key} has shape {tuple(value.shape[1:])}, not {shape}"
+                self.dropped |= dict.fromkeys(clients, why)
+                return []
+        good = torch.ones(len(clients), dtype=torch.bool)
+        for value in uploads.values():
+            good &= torch.isfinite(value.reshape(len(clients), -1).sum(1)).cpu()
+        rows = good.nonzero()[:, 0].tolist()
+        if len(rows) < len(clients):
+            bad = set(range(len(clients))) - set(rows)
+            self.dropped |= {clients[row]: "NaN or infinity" for row in bad}
+            if not rows:
+                return []
+            uploads = {key: value[rows] for key, value in uploads.items()}
+            weights = weights[rows]
+        self.n += len(rows)
+        self.weight += float(weights.sum())
+        for key, value in uploads.items():
+            self._reduce(key, value, weights, [clients[row] for row in rows])
+        return rows
+
+    def _reduce(self, key: str, value: Tensor, weights: Tensor, clients: list[int]) -> None:
+        kind = self.kinds[key]
+        if kind == "stack":
+            self.stacks.setdefault(key, {}).update(
+                {client: row.clone() for client, row in zip(clients, value, strict=True)}
+            )
+            return
+        flat = value.reshape(len(value), -1)
+        factors = weights.to(flat) if kind == "mean" else torch.ones(len(flat)).to(flat)
+        self._sum(key, (factors @ flat).reshape(value.shape[1:]))
+        if self.spread and key == "update":
+            self._sum("plain", flat.sum(0))
+            self._sum("squares", flat.double().square().sum())
+
+    def _sum(self, key: str, value: Tensor) -> None:
+        if key in self.sums:
+            self.sums[key] += value
+        else:
+            self.sums[key] = value
+
+    def merge(self, other: Reducer) -> None:
+        """Take in (and copy: it may lie in shared memory) what another worker has reduced."""
+        self.n += other.n
+        self.weight += other.weight
+        self.dropped |= other.dropped
+        for key, value in other.sums.items():
+            self._sum(key, value.clone())
+        for key, rows in other.stacks.items():
+            own = self.stacks.setdefault(key, {})
+            own.update({client: row.clone() for client, row in rows.items()})
+
+    def values(self) -> Uploads:
+        """The reduced uploads."""
+        out = {
+            key: value / self.weight if self.kinds[key] == "mean" else value
+            for key, value in self.sums.items()
+            if key in self.kinds
+        }
+        for key, rows in self.stacks.items():
+            out[key] = torch.stack([rows[client] for client in sorted(rows)])
+        return out
+
+    def cohort_spread(self) -> Tensor | None:
+        """sum_k |u_k - u|^2 / (n d), u the weighted mean, from sums only.
+
+        |u_k - u|^2 summed = sum |u_k|^2 - 2 <sum u_k, u> + n |u|^2, so no single update is kept.
+        """
+        if not self.spread or not self.n:
+            return None
+        mean = (self.sums["update"] / self.weight).double()
+        plain = self.sums["plain"].double()
+        total = self.sums["squares"] - 2 * plain @ mean + self.n * mean @ mean
+        return (total / (self.n * mean.numel())).clamp(min=0)

@@ -1,0 +1,225 @@
+"""The life of a round and of a task's end, the same on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.chance import rng
+from everfed.client import Ask, Exchange
+from everfed.engines.local import Answer, ClientStates
+from everfed.local import Local
+from everfed.method import Method, Reduced, State
+from everfed.streams.stream import Stream
+
+
+class Engine(Protocol):
+    """Where clients are asked."""
+
+    def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer: ...
+
+
+@dataclass
+class Federation:
+    """Everything a run needs to go on: the server's model and states, the clients' states."""
+
+    w: Tensor
+    buffers: Tensor
+    parts: list[State]
+    clients: ClientStates = field(default_factory=dict)
+    #: clients that hold this task's extras already
+    informed: set[int] = field(default_factory=set)
+    round: int = 0  #: rounds done
+
+
+@dataclass
+class Events:
+    """What happened in a round."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    changed: set[int] = field(default_factory=set)  #: clients whose state is new
+
+
+def draw_cohort(stream: Stream, round_: int, sample: int | None, seed: int) -> tuple[list[int], int]:
+    """The round's clients, uniformly without replacement among those online, and how many are
+    missing from `sample`."""
+    online = stream.online(round_)
+    population = stream.clients if online is None else len(online)
+    size = population if sample is None else min(sample, population)
+    if size == population:
+        chosen = np.arange(population)
+    else:
+        chosen = rng(seed, "cohort", round_).choice(population, size, replace=False)
+    ids = chosen if online is None else np.asarray(online)[chosen]
+    return sorted(int(i) for i in ids), (sample or size) - size
+
+
+@dataclass
+class Rounds:
+    """Plays the rounds of one run."""
+
+    method: Method
+    stream: Stream
+    local: Local
+    engine: Engine
+    sample: int | None
+    seed: int
+
+    def play(self, fed: Federation) -> Events:
+        """One round, in place. If no client's reply counts, the model stays as it was."""
+        events = Events()
+        cohort, short = draw_cohort(self.stream, fed.round, self.sample, self.seed)
+        if short:
+            events.warnings.append(
+                f"{short} fewer clients online than the sample of {self.sample} asks for"
+            )
+        sent = self._send(fed)
+        start, down = sent
+        if cohort and self.method.using("probe"):
+            answer = self._ask("probe", fed, start, down, cohort, events)
+            self._count_down(fed, cohort, start, down, events)
+            fed.clients |= answer.mine
+            reduced = self._reduced(fed, answer)
+            extras = [
+                part.answer(fed.parts[i], reduced[i]) if part.has("probe") else {}
+                for i, part in enumerate(self.method.parts)
+            ]
+            events.values["mb_down"] += _megabytes(extras) * len(cohort)
+            down = [own | more for own, more in zip(down, extras, strict=True)]
+        elif cohort:
+            self._count_down(fed, cohort, start, down, events)
+        if cohort:
+            answer = self._ask("train", fed, start, down, cohort, events)
+        if not cohort or not answer.reducer.n:
+            events.values["lost_round"] = 1
+            events.warnings.append(
+                "no client was online" if not cohort else "no client's update could be used"
+            )
+            events.warnings[-1] += ": the model stays as it was"
+        else:
+            self._fold(fed, answer, events)
+        fed.round += 1
+        return events
+
+    def end_task(self, fed: Federation) -> Events:
+        """The boundary after a task's last round (which is `fed.round` - 1), in place."""
+        events = Events()
+        empty = Reduced({}, fed.w, 0, 0.0, self.stream.clients, fed.round - 1, self._task(fed))
+        reduced = [empty] * len(self.method.parts)
+        if self.method.using("close"):
+            cohort, _ = draw_cohort(self.stream, fed.round - 1, None, self.seed)
+            ended = replace(fed, round=fed.round - 1)
+            down: list[State] = [{} for _ in self.method.parts]
+            answer = self._ask("close", ended, fed.w, down, cohort, events)
+            events.values["mb_down"] = _megabytes([{"w": fed.w}]) * len(cohort)
+            fed.clients |= answer.mine
+            reduced = self._reduced(ended, answer)
+        for i, part in enumerate(self.method.parts):
+            fed.parts[i] = part.task_end(fed.parts[i], fed.w, reduced[i])
+        fed.informed = set()
+        return events
+
+    def _task(self, fed: Federation) -> int:
+        return self.stream.task(max(0, fed.round - 1))
+
+    def _send(self, fed: Federation) -> tuple[Tensor, list[State]]:
+        start, down = fed.w, []
+        for part, state in zip(self.method.parts, fed.parts, strict=True):
+            start, extras = part.send(state, start)
+            down.append(extras)
+        return start, down
+
+    def _ask(
+        self,
+        exchange: Exchange,
+        fed: Federation,
+        start: Tensor,
+        down: list[State],
+        cohort: list[int],
+        events: Events,
+    ) -> Answer:
+        task = self.stream.task(fed.round)
+        at = self.stream.round_in_task(fed.round) if self.local.reset else fed.round
+        length = self.stream.length(task) if self.local.reset else self.stream.rounds
+        rate = self.local.rate(at, length)
+        ask = Ask(exchange, fed.round, task, rate, start, fed.buffers, down)
+        answer = self.engine.ask(ask, cohort, fed.clients)
+        events.changed |= set(answer.mine)
+        values = events.values
+        values["mb_up"] = values.get("mb_up", 0.0) + answer.sent_up / 1e6
+        if answer.empty:
+            values["empty_clients"] = answer.empty
+        if answer.reducer.dropped:
+            dropped = answer.reducer.dropped
+            values["dropped_updates"] = values.get("dropped_updates", 0) + len(dropped)
+            client, why = next(iter(sorted(dropped.items())))
+            events.warnings.append(f"dropped {len(dropped)} update(s): client {client}: {why}")
+        if answer.losses:
+            values["train_loss"] = float(np.mean(answer.losses))
+        return answer
+
+    def _count_down(
+        self, fed: Federation, cohort: list[int], start: Tensor, down: list[State], events: Events
+    ) -> None:
+        """The model and the extras to everyone; what a task sends once, to those without it."""
+        each = [{"w": start, "b": fed.buffers}]
+        once: list[State] = []
+        for part, extras in zip(self.method.parts, down, strict=True):
+            each.append({k: v for k, v in extras.items() if k not in part.once})
+            once.append({k: v for k, v in extras.items() if k in part.once})
+        new = [client for client in cohort if client not in fed.informed]
+        events.values["mb_down"] = len(cohort) * _megabytes(each) + len(new) * _megabytes(once)
+        if any(once):
+            fed.informed |= set(new)
+
+    def _reduced(self, fed: Federation, answer: Answer) -> list[Reduced]:
+        """What each part sees of the cohort's replies."""
+        values, reducer = answer.reducer.values(), answer.reducer
+        out = []
+        for i in range(len(self.method.parts)):
+            own = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{i}.")}
+            out.append(
+                Reduced(
+                    own,
+                    fed.w,
+                    reducer.n,
+                    reducer.weight,
+                    self.stream.clients,
+                    fed.round,
+                    self.stream.task(fed.round),
+                    reducer.cohort_spread(),
+                )
+            )
+        return out
+
+    def _fold(self, fed: Federation, answer: Answer, events: Events) -> None:
+        values = answer.reducer.values()
+        step, parts = values["update"], []
+        reduced = self._reduced(fed, answer)
+        for part, state, own in zip(self.method.parts, fed.parts, reduced, strict=True):
+            step, state = part.fold(state, step, own)
+            parts.append(state)
+        w = fed.w + step
+        if not torch.isfinite(w.sum()):
+            events.values["lost_round"] = 1
+            events.warnings.append(
+                "the server's step is not finite: the model stays as it was "
+                "(a smaller learning rate helps)"
+            )
+            return
+        fed.w, fed.parts, fed.buffers = w, parts, values["buffers"]
+        fed.clients |= answer.mine
+        events.values["clients"] = answer.reducer.n
+        for part, state in zip(self.method.parts, parts, strict=True):
+            events.values |= part.metrics(state)
+
+
+def _megabytes(states: list[State]) -> float:
+    """Size on the wire, as 32-bit numbers."""
+    return sum(4 * value.numel() for state in states for value in state.values()) / 1e6

@@ -1,0 +1,185 @@
+"""Streams of changing data: domains, classes, natural users, or one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from everfed.chance import rng
+from everfed.data.table import Data
+from everfed.errors import EverfedError
+from everfed.streams.stream import Head, Stream, TaskStream
+
+__all__ = ["Given", "Head", "Stream", "TaskStream", "classes", "domains", "given", "static"]
+
+
+def domains(
+    data: Data,
+    *,
+    clients: int = 8,
+    alpha: float | None = 0.3,
+    rounds: int = 10,
+    order: Sequence[str] | None = None,
+    seed: int | None = None,
+) -> Stream:
+    """Domain after domain with a fixed label set: task i is the data's i-th task, split over the
+    clients with label skew; `rounds` a domain.
+
+    >>> from everfed.data import digits
+    >>> domains(digits(), clients=8, rounds=10).tasks
+    ('plain', 'inverted', 'rotated', 'occluded')
+    """
+    _positive(clients=clients, rounds=rounds)
+    if data.task is None:
+        raise EverfedError(f"{data.name} has no task column; give one, or use streams.static")
+    names = tuple(order or data.tasks)
+    for name in names:
+        if name not in data.tasks:
+            raise EverfedError(f"{data.name} has no domain {name!r}; it has {_list(data.tasks)}")
+    column = data.task
+    at = [data.tasks.index(name) for name in names]
+    sets = tuple((data.train[column[data.train] == k], data.test[column[data.test] == k]) for k in at)
+    _check_sets(data, names, sets)
+    return TaskStream(data, clients, rounds, alpha, sets, names, seed=seed)
+
+
+def classes(
+    data: Data,
+    *,
+    tasks: int = 5,
+    clients: int = 5,
+    alpha: float | None = None,
+    rounds: int = 20,
+    head: Head = "class",
+    seed: int | None = None,
+) -> Stream:
+    """New classes with every task, in an order drawn from the seed.
+
+    `head` is "class" (no task identity: all classes seen so far compete) or "task" (the identity
+    is known: only the task's own classes compete).
+    """
+    _positive(clients=clients, rounds=rounds, tasks=tasks)
+    if data.classes % tasks:
+        raise EverfedError(f"{data.classes} classes cannot be cut into {tasks} equal tasks")
+    if head == "shared":
+        raise EverfedError("head must be 'class' or 'task'")
+
+    def make(chosen: int) -> Stream:
+        cut = rng(chosen, "class order").permutation(data.classes).reshape(tasks, -1)
+        y = data.y.numpy()
+
+        def held(ids: np.ndarray) -> list[np.ndarray]:
+            return [ids[np.isin(y[ids], group)] for group in cut]
+
+        sets = tuple(zip(held(data.train), held(data.test), strict=True))
+        names = tuple("classes " + " ".join(map(str, group)) for group in cut)
+        groups = tuple(tuple(map(int, group)) for group in cut)
+        _check_sets(data, names, sets)
+        return TaskStream(data, clients, rounds, alpha, sets, names, head, groups, chosen)
+
+    if seed is not None:
+        return make(seed)
+    first = make(0)
+    assert isinstance(first, TaskStream)
+    return _unseeded(first, make)
+
+
+def _unseeded(stream: TaskStream, make: Any) -> Stream:
+    from dataclasses import replace
+
+    return replace(stream, seed=None, remake=make)
+
+
+def static(
+    data: Data,
+    *,
+    clients: int = 10,
+    alpha: float | None = 0.3,
+    rounds: int = 50,
+    seed: int | None = None,
+) -> Stream:
+    """Data that stand still: one task, split once over the clients with label skew."""
+    _positive(clients=clients, rounds=rounds)
+    sets = ((data.train, data.test),)
+    return TaskStream(data, clients, rounds, alpha, sets, ("all",), seed=seed)
+
+
+@dataclass(frozen=True, eq=False)
+class Given(Stream):
+    """Samples stay with the client and the task that the data name."""
+
+    data: Data
+    rounds_per_task: int
+
+    @property
+    def clients(self) -> int:  # type: ignore[override]
+        return int(self._owners.max()) + 1
+
+    @cached_property
+    def _owners(self) -> np.ndarray:
+        assert self.data.client is not None
+        return self.data.client[self.data.train]
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return self.data.tasks if self.data.task is not None else ("all",)
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        return self.rounds_per_task * len(self.tasks)
+
+    @property
+    def task_rounds(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.rounds_per_task,) * len(self.tasks)
+
+    @cached_property
+    def _order(self) -> tuple[np.ndarray, np.ndarray]:
+        """Training samples sorted by (task, client), and where each pair begins."""
+        task = 0 if self.data.task is None else self.data.task[self.data.train]
+        pair = task * self.clients + self._owners
+        order = np.argsort(pair, kind="stable")
+        starts = np.searchsorted(pair[order], np.arange(len(self.tasks) * self.clients + 1))
+        return self.data.train[order], starts
+
+    def samples(self, client: int, round_: int) -> np.ndarray:
+        ids, starts = self._order
+        pair = self.task(round_) * self.clients + client
+        return ids[starts[pair] : starts[pair + 1]]
+
+    def test(self, task: int) -> np.ndarray:
+        if self.data.task is None:
+            return self.data.test
+        return self.data.test[self.data.task[self.data.test] == task]
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"data": self.data.name, "tasks": list(self.tasks)}
+
+
+def given(data: Data, *, rounds: int = 20) -> Stream:
+    """Natural owners: every sample stays with the client (and in the task) that the data name."""
+    _positive(rounds=rounds)
+    if data.client is None:
+        raise EverfedError(f"{data.name} has no client column; use streams.static or domains")
+    return Given(data, rounds)
+
+
+def _positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise EverfedError(f"{name} must be at least 1, not {value}")
+
+
+def _check_sets(
+    data: Data, names: Sequence[str], sets: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> None:
+    for name, (train, test) in zip(names, sets, strict=True):
+        if not len(train) or not len(test):
+            raise EverfedError(f"{data.name}: task {name!r} has no training or no test samples")
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,1 @@
+"""What the papers' theorems say in numbers."""

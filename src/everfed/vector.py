@@ -1,0 +1,133 @@
+"""A model is a vector: the layout of a module's tensors in one flat tensor.
+
+`Layout.of(module)` covers the trainable parameters, `Layout.of_buffers(module)` the floating
+buffers (BatchNorm statistics). Convolution weights lie in the vector channels-last, so that the
+views a module trains on are already in the order in which CPU convolutions are fast.
+"""
+
+from __future__ import annotations
+
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product along the last dimension, kept: shapes (..., d), (..., d) -> (..., 1)."""
+    return (a * b).sum(-1, keepdim=True)
+
+
+def sq(a: Tensor) -> Tensor:
+    """Squared norm along the last dimension, kept: (..., d) -> (..., 1)."""
+    return dot(a, a)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor's place in the vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def view(self, piece: Tensor) -> Tensor:
+        """The tensor behind its slice of the vector: (..., stop - start) -> (..., *shape)."""
+        lead = piece.shape[:-1]
+        if len(self.shape) == 4:
+            o, i, h, w = self.shape
+            return piece.view(*lead, o, h, w, i).movedim(-1, -3)
+        return piece.view(*lead, *self.shape)
+
+
+def _line(tensor: Tensor) -> Tensor:
+    return (tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names and slices of a flat vector of length `d`.
+
+    >>> layout = Layout.of(nn.Linear(3, 2))
+    >>> layout.d, [slot.name for slot in layout.slots]
+    (8, ['weight', 'bias'])
+    """
+
+    slots: tuple[Slot, ...]
+
+    @staticmethod
+    def of(module: nn.Module) -> Layout:
+        """The trainable parameters of a module; frozen ones stay where they are."""
+        return Layout._build(
+            (name, p) for name, p in module.named_parameters() if p.requires_grad
+        )
+
+    @staticmethod
+    def of_buffers(module: nn.Module) -> Layout:
+        """The floating buffers of a module (running statistics)."""
+        return Layout._build((n, b) for n, b in module.named_buffers() if b.is_floating_point())
+
+    @staticmethod
+    def _build(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
+        slots, at = [], 0
+        for name, tensor in tensors:
+            slots.append(Slot(name, tuple(tensor.shape), at, at + tensor.numel()))
+            at += tensor.numel()
+        return Layout(tuple(slots))
+
+    @property
+    def d(self) -> int:
+        return self.slots[-1].stop if self.slots else 0
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Named tensors to one new vector."""
+        if not self.slots:
+            return torch.zeros(0)
+        return torch.cat([_line(tensors[slot.name].detach()) for slot in self.slots])
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """The vector's named tensors, as views: (..., d) -> {name: (..., *shape)}.
+
+        One `torch.split`, so that autograd's way back is one `cat`.
+        """
+        if not self.slots:
+            return {}
+        sizes = [slot.stop - slot.start for slot in self.slots]
+        pieces = torch.split(vector, sizes, dim=-1)
+        return {slot.name: slot.view(p) for slot, p in zip(self.slots, pieces, strict=True)}
+
+    def names(self, prefix: str) -> list[Slot]:
+        """The slots of one layer: those named `prefix` or `prefix.…` ("": the module's own)."""
+        return [
+            slot
+            for slot in self.slots
+            if slot.name.rpartition(".")[0] == prefix or f"{slot.name}.".startswith(f"{prefix}.")
+        ]
+
+    def layers(self) -> list[str]:
+        """Names of the modules that own parameters, in order of the forward definition."""
+        return list(dict.fromkeys(slot.name.rpartition(".")[0] for slot in self.slots))
+
+
+def bind(module: nn.Module, layout: Layout, vector: Tensor, gradient: Tensor) -> None:
+    """Make a module's parameters views of `vector`, their gradients views of `gradient`."""
+    values, slopes = layout.unflatten(vector), layout.unflatten(gradient)
+    for name, parameter in module.named_parameters():
+        if name in values:
+            parameter.data = values[name]
+            parameter.grad = slopes[name]
+
+
+def load(module: nn.Module, layout: Layout, vector: Tensor) -> None:
+    """Copy a vector's tensors into a module's parameters or buffers of the same names."""
+    if not layout.slots:
+        return
+    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for name, value in layout.unflatten(vector).items():
+            own[name].copy_(value)
+
+
