@@ -14,24 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "Context", "EverfedError", "Local", "Method", "Part", "Reduced", "Run", "State", "Stream",
+    "data", "dot", "methods", "metrics", "models", "run", "sq", "streams", "theory",
+]  # fmt: skip
+
 #: where each public name lives; imported when first used, so that `everfed --help` is quick
 _NAMES = {
-    "EverfedError": "everfed.errors",
-    "Local": "everfed.local",
-    "Context": "everfed.method",
-    "Method": "everfed.method",
-    "Part": "everfed.method",
-    "Reduced": "everfed.method",
-    "State": "everfed.method",
-    "Run": "everfed.runs",
-    "run": "everfed.runs",
-    "Stream": "everfed.streams",
-    "dot": "everfed.vector",
-    "sq": "everfed.vector",
+    "Context": "method",
+    "EverfedError": "errors",
+    "Local": "local",
+    "Method": "method",
+    "Part": "method",
+    "Reduced": "method",
+    "Run": "runs",
+    "State": "method",
+    "Stream": "streams",
+    "dot": "vector",
+    "run": "runs",
+    "sq": "vector",
 }
-_MODULES = ("data", "methods", "metrics", "models", "streams", "theory")
-
-__all__ = [*_NAMES, *_MODULES, "__version__"]
 
 if TYPE_CHECKING:
     from everfed import data, methods, metrics, models, streams, theory
@@ -45,8 +47,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _NAMES:
-        value = getattr(import_module(_NAMES[name]), name)
-    elif name in _MODULES:
+        value = getattr(import_module(f"everfed.{_NAMES[name]}"), name)
+    elif name in __all__:
         value = import_module(f"everfed.{name}")
     else:
         raise AttributeError(f"everfed has no {name!r}")

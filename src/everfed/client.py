@@ -21,7 +21,7 @@ from everfed.compute import Compute, Objective
 from everfed.compute.base import LossFunction, cross_entropy
 from everfed.data.table import Data
 from everfed.errors import EverfedError
-from everfed.local import Local, batches
+from everfed.local import Local, Optimiser, batches
 from everfed.method import Context, Method, State
 from everfed.reduce import Uploads
 from everfed.streams.stream import Stream
@@ -132,27 +132,27 @@ class Phase(Context):
         return self
 
     @property
-    def epoch_ends(self) -> Tensor:
+    def epoch_ends(self) -> Tensor:  # type: ignore[override]
         return self.ends_all[self.step, : self.rows].unsqueeze(1).to(self.start.device)
 
-    # client by client ----------------------------------------------------------------------------
+    # client by client ------------------------------------------------------------------------
     @property
-    def client(self) -> int:
+    def client(self) -> int:  # type: ignore[override]
         return self._single().client
 
     @property
-    def ids(self) -> np.ndarray:
+    def ids(self) -> np.ndarray:  # type: ignore[override]
         return self._single().ids
 
     @property
-    def block(self) -> int:
+    def block(self) -> int:  # type: ignore[override]
         return self.program.stream.block(self.client, self.round)
 
     def _single(self) -> Job:
         assert len(self.jobs) == 1, "only hooks called client by client may read this"
         return self.jobs[0]
 
-    # computing -----------------------------------------------------------------------------------
+    # computing -------------------------------------------------------------------------------
     def gradient(self, w: Tensor, ids: np.ndarray | None = None) -> Tensor:
         return self._over(w, ids, lambda *a: self.program.compute.grad(*a)[0])
 
@@ -191,7 +191,7 @@ class Phase(Context):
 
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
         z = self.program.compute.logits(w, x.flatten(0, 1))
-        return z.unflatten(0, x.shape[:2])
+        return z.view(*x.shape[:2], *z.shape[1:])
 
     def features(self, w: Tensor, ids: np.ndarray) -> Tensor:
         x, _ = self.program.data.take(torch.from_numpy(ids), w.dtype)
@@ -285,9 +285,7 @@ class ClientProgram:
             uploads |= {f"{i}.{key}": value.unsqueeze(0) for key, value in own.items()}
         return Reply([job], uploads, phase.weight[:, 0], [mine], torch.zeros(1))
 
-    def _train(
-        self, ask: Ask, planned: list[tuple[Job, list[np.ndarray], np.ndarray]]
-    ) -> Reply:
+    def _train(self, ask: Ask, planned: list[tuple[Job, list[np.ndarray], np.ndarray]]) -> Reply:
         jobs = [job for job, _, _ in planned]
         plans = [plan for _, plan, _ in planned]
         phase = Phase(self, ask, jobs)
@@ -305,8 +303,6 @@ class ClientProgram:
         self, ask: Ask, phase: Phase, w: Tensor, plans: list[list[np.ndarray]], picks: np.ndarray
     ) -> Tensor:
         """All local steps; the mean loss of each client."""
-        from everfed.local import Optimiser
-
         objective = self.objective(ask.task)
         if self.hooks["loss"]:
             objective = Objective(objective.loss, objective.mask, self._extra_loss(phase))

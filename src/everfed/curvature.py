@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from everfed.compute.base import Compute, Objective
 
 
-def mean_loss(
-    compute: Compute, w: Tensor, x: Tensor, y: Tensor, objective: Objective
-) -> Tensor:
+def mean_loss(compute: Compute, w: Tensor, x: Tensor, y: Tensor, objective: Objective) -> Tensor:
     """The mean loss of a batch as a function of the flat vector w, (d,)."""
     z = functional_call(compute.module, compute.layout.unflatten(w), (x,))
     return objective(z.unsqueeze(0), x.unsqueeze(0), y.unsqueeze(0)).mean()
@@ -29,7 +27,8 @@ def sample_gradients(
         return mean_loss(compute, vector, xi.unsqueeze(0), yi.unsqueeze(0), objective)
 
     try:
-        return vmap(grad(one), in_dims=(None, 0, 0))(w, x, y)
+        out: Tensor = vmap(grad(one), in_dims=(None, 0, 0))(w, x, y)
+        return out
     except RuntimeError:  # a module that vmap cannot follow
         return torch.stack([grad(one)(w, xi, yi) for xi, yi in zip(x, y, strict=True)])
 
@@ -44,7 +43,8 @@ def hutchinson(
     compute.module.eval()
 
     def slope(vector: Tensor) -> Tensor:
-        return grad(lambda v: mean_loss(compute, v, x, y, objective))(vector)
+        out: Tensor = grad(lambda v: mean_loss(compute, v, x, y, objective))(vector)
+        return out
 
     total = torch.zeros_like(w)
     for z in signs:

@@ -60,7 +60,7 @@ class RunFolder:
         self._stale: list[Path] = []
         self._lock: Any = None
 
-    # creating and opening ------------------------------------------------------------------------
+    # creating and opening --------------------------------------------------------------------
     @staticmethod
     def create(path: Path, config: Mapping[str, Any]) -> RunFolder:
         """A new folder; an existing run is never written over."""
@@ -104,7 +104,7 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         return read_config(self.path)
 
-    # records -------------------------------------------------------------------------------------
+    # records ---------------------------------------------------------------------------------
     def append(self, records: Iterable[Record]) -> None:
         try:
             with open(self.records_path, "a") as file:
@@ -115,7 +115,7 @@ class RunFolder:
     def records(self) -> list[Record]:
         return read_records(self.path)[0]
 
-    # checkpoints ---------------------------------------------------------------------------------
+    # checkpoints -----------------------------------------------------------------------------
     def save(self, fed: Federation, changed: Iterable[int], meta: Mapping[str, Any]) -> None:
         """Save a state; `changed` are the clients whose state is newer than the last save."""
         try:
@@ -157,7 +157,7 @@ class RunFolder:
 
     def load(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest state that is whole, and a note on each that was not."""
-        notes = []
+        notes: list[str] = []
         for path in self._checkpoints():
             try:
                 return self._load(path), notes
@@ -251,7 +251,7 @@ def _checksum(tensors: Mapping[str, Tensor], text: str) -> int:
     total = crc32(text.encode())
     for name in sorted(tensors):
         total = crc32(name.encode(), total)
-        total = crc32(tensors[name].reshape(-1).view(torch.uint8).numpy(), total)
+        total = crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
     return total
 
 

@@ -125,7 +125,7 @@ class Part:
         """Whether, where classes arrive task by task, only the new ones compete in the loss."""
         return False
 
-    # server ------------------------------------------------------------------------------------
+    # server ----------------------------------------------------------------------------------
     def init(self, w: Tensor, layout: Layout) -> State:
         """The part's first server state."""
         return {}
@@ -153,7 +153,7 @@ class Part:
     def check(self, local: Local) -> None:
         """Raise EverfedError where the part cannot work with these local settings."""
 
-    # client ------------------------------------------------------------------------------------
+    # client ----------------------------------------------------------------------------------
     def client_init(self, w: Tensor) -> State:
         """A new client's state (w: the model it first receives)."""
         return {}
@@ -167,7 +167,7 @@ class Part:
         return {}, {}
 
     def loss(self, z: Tensor, x: Tensor, y: Tensor, c: Context) -> Tensor:
-        """A term added to each sample's loss: outputs (clients, batch, classes) -> (clients, batch)."""
+        """A term for each sample's loss: outputs (clients, batch, classes) -> (clients, batch)."""
         raise NotImplementedError
 
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
@@ -191,11 +191,16 @@ class Part:
         """The client's side of a task boundary: uploads, changes of the state. Client by client."""
         return {}, {}
 
-    # what follows from the above -----------------------------------------------------------------
+    # what follows from the above -------------------------------------------------------------
     @property
     def stateful(self) -> bool:
         """Whether a client must remember something from round to round."""
         return self.has("client_init")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the part must be told where a task ends."""
+        return self.has("task_end") or self.has("close")
 
     @classmethod
     def has(cls, hook: str) -> bool:
@@ -225,9 +230,7 @@ class Method:
     average: Average = "samples"
     name: str = field(default="fedavg", compare=False)
 
-    def __init__(
-        self, *parts: Part, average: Average = "samples", name: str | None = None
-    ) -> None:
+    def __init__(self, *parts: Part, average: Average = "samples", name: str | None = None) -> None:
         for part in parts:
             if not isinstance(part, Part):
                 raise EverfedError(f"a method is made of parts, and {part!r} is not a Part")
@@ -261,7 +264,7 @@ class Method:
         return Needs(
             client_state=any(part.stateful for part in self.parts),
             exchanges=2 if self.using("probe") else 1,
-            boundaries=bool(self.using("task_end") or self.using("close")),
+            boundaries=any(part.bounded for part in self.parts),
             secure_aggregation="stack" not in reductions,
         )
 

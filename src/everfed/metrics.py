@@ -7,13 +7,13 @@ was learnt); papers that take the best earlier accuracy instead report other num
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-Record = Mapping[str, Any]
+Record = dict[str, Any]
 Matrix = np.ndarray
 
 

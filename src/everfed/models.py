@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def mlp(*widths: int) -> Recipe:
 
     def build() -> nn.Module:
         layers: list[nn.Module] = [nn.Flatten()]
-        for k, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+        for k, (a, b) in enumerate(pairwise(widths)):
             layers += [nn.ReLU()] * (k > 0) + [nn.Linear(a, b)]
         return nn.Sequential(*layers)
 

@@ -46,7 +46,9 @@ class Events:
     changed: set[int] = field(default_factory=set)  #: clients whose state is new
 
 
-def draw_cohort(stream: Stream, round_: int, sample: int | None, seed: int) -> tuple[list[int], int]:
+def draw_cohort(
+    stream: Stream, round_: int, sample: int | None, seed: int
+) -> tuple[list[int], int]:
     """The round's clients, uniformly without replacement among those online, and how many are
     missing from `sample`."""
     online = stream.online(round_)

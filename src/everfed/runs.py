@@ -277,9 +277,7 @@ class Session:
         self.changed = set()
         self.saved_at = time.monotonic()
 
-    def _tell(
-        self, fed: Federation, task: int, accuracy: float | None, events: Events
-    ) -> None:
+    def _tell(self, fed: Federation, task: int, accuracy: float | None, events: Events) -> None:
         stream = self.rounds.stream
         warnings = tuple(f"round {fed.round}: {text}" for text in events.warnings)
         self.notes += warnings[: max(0, 20 - len(self.notes))]
@@ -385,9 +383,11 @@ def _check(
         raise EverfedError(f"sample is {sample}, but the stream has {stream.clients} clients")
     if test_every < 1:
         raise EverfedError(f"test_every must be at least 1, not {test_every}")
-    if workers != "auto" and (not isinstance(workers, int) or workers < 1):
+    if workers == "auto":
+        return
+    if not isinstance(workers, int) or workers < 1:
         raise EverfedError(f"workers must be 'auto' or at least 1, not {workers!r}")
-    if workers != "auto" and workers > 1 and not pool.available():
+    if workers > 1 and not pool.available():
         raise EverfedError("more than one worker needs Linux; use workers = 1")
 
 

@@ -7,7 +7,6 @@ views a module trains on are already in the order in which CPU convolutions are 
 
 from __future__ import annotations
 
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -61,9 +60,7 @@ class Layout:
     @staticmethod
     def of(module: nn.Module) -> Layout:
         """The trainable parameters of a module; frozen ones stay where they are."""
-        return Layout._build(
-            (name, p) for name, p in module.named_parameters() if p.requires_grad
-        )
+        return Layout._build((name, p) for name, p in module.named_parameters() if p.requires_grad)
 
     @staticmethod
     def of_buffers(module: nn.Module) -> Layout:
@@ -129,5 +126,3 @@ def load(module: nn.Module, layout: Layout, vector: Tensor) -> None:
     with torch.no_grad():
         for name, value in layout.unflatten(vector).items():
             own[name].copy_(value)
-
-

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ class DenseCompute(Compute):
             bool(kinds)
             and linear[0]
             and all(flag or kind in ACTIVATIONS for flag, kind in zip(linear, kinds, strict=True))
-            and all(a or b for a, b in zip(linear, linear[1:], strict=False))
+            and all(a or b for a, b in pairwise(linear))
             and all(p.requires_grad for p in module.parameters())
             and not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
         )
@@ -84,7 +85,7 @@ class DenseCompute(Compute):
         def view(slot: Slot) -> Tensor:
             return slot.view(rows[:, slot.start : slot.stop])
 
-        return [(view(la.weight), la.bias and view(la.bias)) for la in self.layers]
+        return [(view(la.weight), view(la.bias) if la.bias else None) for la in self.layers]
 
     def _forward(self, views: list[tuple[Tensor, Tensor | None]], x: Tensor) -> list[Tensor]:
         """Inputs of every layer and, last, the outputs: each (clients, batch, width)."""

@@ -54,7 +54,8 @@ class Data:
         if not x.is_floating_point():
             x = x.to(dtype).mul_(1 / 255) if self.x.dtype == torch.uint8 else x
         shape = tuple(ids.shape)
-        return x.unflatten(0, shape), self.y[flat].unflatten(0, shape)
+        y = self.y[flat]
+        return x.view(*shape, *x.shape[1:]), y.view(*shape, *y.shape[1:])
 
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.x.shape[1:]))
@@ -96,7 +97,7 @@ def arrays(
         xt, yt = _inputs(test[0]), _labels(test[1])
         if xt.shape[1:] != xs.shape[1:]:
             raise EverfedError(
-                f"{name}: test inputs are {tuple(xt.shape[1:])}, training ones {tuple(xs.shape[1:])}"
+                f"{name}: inputs are {tuple(xs.shape[1:])}, test inputs {tuple(xt.shape[1:])}"
             )
         if len(xt) != len(yt):
             raise EverfedError(f"{name}: {len(xt)} test inputs but {len(yt)} test labels")

@@ -152,7 +152,7 @@ class LocalEngine:
                 mask = p.stream.mask(y, task)
                 z = z if mask is None else z.masked_fill(~mask, -torch.inf)
                 right = z.argmax(-1) == y
-                out[row, 0] += right.flatten(1).double().mean(1).sum() if y.dim() > 1 else right.sum()
+                out[row, 0] += right.view(len(y), -1).double().mean(1).sum().cpu()
         return out
 
 
@@ -176,4 +176,4 @@ def _flops(program: ClientProgram) -> float:
     x, _ = program.data.take(torch.as_tensor(program.data.train[:1]), program.compute.dtype)
     with FlopCounterMode(display=False) as counter:
         program.compute.logits(program.compute.weights(), x)
-    return 3.0 * counter.get_total_flops()
+    return 3.0 * float(counter.get_total_flops())

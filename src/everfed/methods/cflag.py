@@ -80,7 +80,8 @@ class Track(Part):
             table, j = c.scratch["table"], c.component
             c.scratch["mean"].add_(g[0] - table[j], alpha=c.scratch["share"][j])
             table[j] = g[0]
-        return drift + c.scratch["mean"]
+        mean: Tensor = c.scratch["mean"]
+        return drift + mean
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class CFlag(Track):
     lipschitz: PositiveFloat = 5.0
     adaptive: Literal["off", "average", "worst"] = "average"
     clip: PositiveFloat = 1.0
-    printed: bool = False
+    printed: bool = True
     memory: PositiveInt = 400
     draw: PositiveInt = 200
 
@@ -195,7 +196,7 @@ def cflag(
     lipschitz: PositiveFloat = 5.0,
     adaptive: Literal["off", "average", "worst"] = "average",
     clip: PositiveFloat = 1.0,
-    printed: bool = False,
+    printed: bool = True,
     iag: bool = True,
     memory: PositiveInt = 400,
     draw: PositiveInt = 200,

@@ -1,7 +1,7 @@
 """FedAvgM. Hsu et al., Measuring the Effects of Non-Identical Data Distribution, 2019.
 
-    v <- beta v + u,    w <- w + eta_g v         (u the mean update; heavy ball)
-                        w <- w + eta_g (u + beta v)   (Nesterov)
+v <- beta v + u,    w <- w + eta_g v         (u the mean update; heavy ball)
+                    w <- w + eta_g (u + beta v)   (Nesterov)
 """
 
 from __future__ import annotations

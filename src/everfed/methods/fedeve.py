@@ -37,6 +37,10 @@ class FedEve(Part):
     q_mode: Literal["innovation", "update"] = "innovation"
     reset: bool = False
 
+    @property
+    def bounded(self) -> bool:
+        return self.reset
+
     def init(self, w: Tensor, layout: Layout) -> State:
         zero = zeros((), dtype=w.dtype, device=w.device)
         return {"m": zeros_like(w), "var": zero, "gain": zero, "period": zero, "client": zero}

@@ -1,6 +1,7 @@
 """FedNova. Wang et al., Tackling the Objective Inconsistency Problem, 2020.
 
-    d_i = (w - w_i) / (eta |a_i|),    w <- w - tau_eff eta sum_i p_i d_i,   tau_eff = sum_i p_i |a_i|
+    d_i = (w - w_i) / (eta |a_i|),    tau_eff = sum_i p_i |a_i|
+    w <- w - tau_eff eta sum_i p_i d_i
     |a| = tau                                                  (SGD, tau steps)
           (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho)    (momentum rho)
           (1 - (1 - eta mu)^tau) / (eta mu)                    (proximal mu)

@@ -1,10 +1,10 @@
 """FedAdagrad, FedAdam, FedYogi. Reddi et al., Adaptive Federated Optimization, 2021.
 
-    m <- beta1 m + (1 - beta1) u
-    v <- v + u^2                                      (Adagrad)
-         beta2 v + (1 - beta2) u^2                    (Adam)
-         v - (1 - beta2) u^2 sign(v - u^2)            (Yogi)
-    w <- w + eta_g m / (sqrt(v) + tau),    v_0 = tau^2, no bias correction
+m <- beta1 m + (1 - beta1) u
+v <- v + u^2                                      (Adagrad)
+     beta2 v + (1 - beta2) u^2                    (Adam)
+     v - (1 - beta2) u^2 sign(v - u^2)            (Yogi)
+w <- w + eta_g m / (sqrt(v) + tau),    v_0 = tau^2, no bias correction
 """
 
 from __future__ import annotations

@@ -38,6 +38,10 @@ class Scaffold(Part):
                 "'sgd' without momentum, weight decay or clipping, or use option = 1"
             )
 
+    @property
+    def bounded(self) -> bool:
+        return self.reset
+
     def init(self, w: Tensor, layout: Layout) -> State:
         return {"c": zeros_like(w)}
 
@@ -71,8 +75,6 @@ class Scaffold(Part):
 
 
 @register("Karimireddy et al. 2020")
-def scaffold(
-    option: Literal[1, 2] = 2, reset: bool = True, average: Average = "uniform"
-) -> Method:
+def scaffold(option: Literal[1, 2] = 2, reset: bool = True, average: Average = "uniform") -> Method:
     """Control variates that take the client drift out of local steps."""
     return Method(Scaffold(option, reset), average=average, name="scaffold")

@@ -41,8 +41,11 @@ def domains(
         if name not in data.tasks:
             raise EverfedError(f"{data.name} has no domain {name!r}; it has {_list(data.tasks)}")
     column = data.task
-    at = [data.tasks.index(name) for name in names]
-    sets = tuple((data.train[column[data.train] == k], data.test[column[data.test] == k]) for k in at)
+
+    def held(ids: np.ndarray) -> list[np.ndarray]:
+        return [ids[column[ids] == data.tasks.index(name)] for name in names]
+
+    sets = tuple(zip(held(data.train), held(data.test), strict=True))
     _check_sets(data, names, sets)
     return TaskStream(data, clients, rounds, alpha, sets, names, seed=seed)
 
@@ -122,7 +125,8 @@ class Given(Stream):
     @cached_property
     def _owners(self) -> np.ndarray:
         assert self.data.client is not None
-        return self.data.client[self.data.train]
+        owners: np.ndarray = self.data.client[self.data.train]
+        return owners
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -153,7 +157,8 @@ class Given(Stream):
     def test(self, task: int) -> np.ndarray:
         if self.data.task is None:
             return self.data.test
-        return self.data.test[self.data.task[self.data.test] == task]
+        held: np.ndarray = self.data.test[self.data.task[self.data.test] == task]
+        return held
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"data": self.data.name, "tasks": list(self.tasks)}

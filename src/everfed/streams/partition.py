@@ -48,9 +48,7 @@ def dirichlet(
     return np.split(order, np.cumsum(np.bincount(owner, minlength=parts))[:-1])
 
 
-def _dirichlet_rows(
-    rows: int, parts: int, alpha: float, random: np.random.Generator
-) -> np.ndarray:
+def _dirichlet_rows(rows: int, parts: int, alpha: float, random: np.random.Generator) -> np.ndarray:
     """Dirichlet draws by log-gammas: log G(a) = log G(a + 1) + log(U) / a."""
     logs = np.log(random.gamma(alpha + 1, size=(rows, parts)))
     logs += np.log(random.random((rows, parts))) / alpha

@@ -82,7 +82,7 @@ class Stream(ABC):
         """The stream as plain values, for a run's folder."""
         return {"stream": type(self).__name__, "clients": self.clients, "rounds": self.rounds}
 
-    # heads: which outputs compete ----------------------------------------------------------------
+    # heads: which outputs compete ------------------------------------------------------------
     def known(self, task: int) -> Tensor | None:
         """Classes of the tasks before this one; None where all tasks share all classes."""
         return None if self.head == "shared" else self._classes(range(task))

@@ -1,0 +1,3 @@
+from everfed.cli import main
+
+main()

@@ -1,0 +1,260 @@
+"""The command line. Heavy imports wait until a command needs them, so that --help is quick."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from everfed import __version__
+from everfed.errors import EverfedError
+
+if TYPE_CHECKING:
+    from everfed.compare import Entry, Loaded
+    from everfed.runs import Progress as RoundProgress
+
+app = typer.Typer(
+    name="everfed",
+    help="Train one model across many clients whose data keep changing.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+ConfigFile = Annotated[
+    Path | None, typer.Argument(help="A TOML file; without one, the default (the demo's) is used.")
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. local.lr=0.1."),
+]
+Folder = Annotated[
+    Path | None, typer.Option(help="Where to keep the run (default: a new one in runs/).")
+]
+RunPaths = Annotated[list[Path], typer.Argument(help="Folders of runs or comparisons.")]
+
+
+def main() -> None:
+    """The entry point: a user's mistake is one line, never a traceback."""
+    try:
+        app()
+    except EverfedError as error:
+        from everfed.config import ConfigError
+        from everfed.runs import Interrupted
+
+        if isinstance(error, Interrupted):
+            err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            sys.exit(130)
+        err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+@app.command()
+def run(
+    config: ConfigFile = None,
+    changes: Changes = None,
+    method: Annotated[str | None, typer.Option("--method", "-m", help="Method by name.")] = None,
+    folder: Folder = None,
+) -> None:
+    """Train with one method."""
+    from everfed import config as configs
+
+    made = configs.experiment(configs.read(config, changes or [], method))
+    place = folder or _new_folder(made.method.name)
+    with _bars() as bars:
+        finished = made.go(folder=place, on_round=_follow(bars, made.method.name))
+    out.print(f"engine: {finished.engine}", highlight=False)
+    _show([place])
+
+
+@app.command()
+def compare(
+    config: ConfigFile = None,
+    changes: Changes = None,
+    methods: Annotated[
+        str | None, typer.Option("--methods", "-m", help="Comma-separated, e.g. fedavg,special.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option("--seeds", "-s", help="E.g. 0,1,2.")] = None,
+    folder: Folder = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")] = None,
+) -> None:
+    """Compare methods over seeds: a table and a figure."""
+    from everfed import compare as comparing
+    from everfed import config as configs
+
+    more = list(changes or [])
+    if methods:
+        more.append(f"compare.methods={[m.strip() for m in methods.split(',')]}")
+    if seeds:
+        more.append(f"compare.seeds=[{seeds}]")
+    settings = configs.read(config, more)
+    configs.experiment(settings)  # a missing data file or an impossible stream is told at once
+    place = folder or _new_folder("compare")
+    comparing.create(settings, place)
+    _run_all(settings, place, jobs)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run or a comparison.")],
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")] = None,
+) -> None:
+    """Go on with a run or a comparison where it was."""
+    from everfed import compare as comparing
+    from everfed import config as configs
+    from everfed.folder import read_config
+
+    if (folder / "compare.json").exists():
+        _run_all(comparing.opened(folder), folder, jobs)
+        return
+    kept = read_config(folder).get("config")
+    if kept is None:
+        raise EverfedError(
+            f"{folder} was begun from Python: go on with everfed.run(..., folder={str(folder)!r}, "
+            "resume=True) and the same arguments"
+        )
+    made = configs.experiment(configs.parse(kept))
+    with _bars() as bars:
+        finished = made.go(folder=folder, resume=True, on_round=_follow(bars, made.method.name))
+    for note in finished.notes:
+        err.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    _show([folder])
+
+
+@app.command()
+def show(runs: RunPaths) -> None:
+    """Tables of finished or unfinished runs."""
+    _show(runs)
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, streams, datasets or models.")] = "methods",
+) -> None:
+    """What there is to choose from, with settings."""
+    from everfed import listing
+
+    out.print(listing.table(what))
+
+
+@app.command("config")
+def config_() -> None:
+    """Print the default configuration, to start one's own from."""
+    from everfed.config import default_text
+
+    print(default_text(), end="")
+
+
+@app.callback(invoke_without_command=True)
+def about(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"everfed {__version__}")
+        raise typer.Exit
+
+
+# what the commands share --------------------------------------------------------------------
+def _new_folder(name: str) -> Path:
+    """runs/name-1, runs/name-2, ..."""
+    number = 1
+    while (Path("runs") / f"{name}-{number}").exists():
+        number += 1
+    return Path("runs") / f"{name}-{number}"
+
+
+@contextmanager
+def _bars() -> Iterator[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}", markup=False),
+        TimeLeft(),
+    )
+    with Progress(*columns, console=err, transient=True, refresh_per_second=5) as bars:
+        yield bars
+
+
+def _state(progress: RoundProgress) -> str:
+    accuracy = "" if progress.accuracy is None else f"  {100 * progress.accuracy:5.1f}%"
+    return f"{progress.task:<12.12}{accuracy}"
+
+
+def _follow(bars: Any, name: str) -> Callable[[RoundProgress], None]:
+    """A bar for one run; warnings are printed above it."""
+    bar = bars.add_task(name, total=None, state="starting")
+
+    def tell(progress: RoundProgress) -> None:
+        for warning in progress.warnings:
+            err.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+        bars.update(bar, total=progress.rounds, completed=progress.round, state=_state(progress))
+
+    return tell
+
+
+def _run_all(settings: Any, folder: Path, jobs: int | None) -> None:
+    from everfed import compare as comparing
+
+    entries = comparing.plan(settings, folder)
+    done = sum(comparing.finished(entry.folder) for entry in entries)
+    with _bars() as bars:
+        total = bars.add_task("all runs", total=len(entries), completed=done, state="")
+        own: dict[str, Any] = {}
+
+        def listener(entry: Entry, progress: RoundProgress | None) -> None:
+            if progress is None:
+                bars.remove_task(own.pop(entry.name)) if entry.name in own else None
+                bars.advance(total)
+                if not err.is_terminal:
+                    err.print(f"finished {entry.name}", highlight=False)
+                return
+            if entry.name not in own:
+                own[entry.name] = bars.add_task(entry.name, total=progress.rounds, state="")
+            bars.update(own[entry.name], completed=progress.round, state=_state(progress))
+
+        comparing.run_all(settings, folder, jobs, listener)
+    _show([folder])
+
+
+def _show(paths: list[Path]) -> None:
+    from everfed.compare import collect
+    from everfed.metrics import summarise
+    from everfed.report.table import table, trouble
+
+    runs = collect(paths)
+    if not runs:
+        raise EverfedError(f"no run in {', '.join(map(str, paths))} has begun yet")
+    summaries = {m: [summarise(r.records) for r in own] for m, own in runs.items()}
+    count = max(map(len, summaries.values()))
+    title = f"mean ± std over {count} seeds" if count > 1 else None
+    out.print(table(summaries, title, narrow=out.width < 118))
+    for line in trouble(summaries):
+        out.print(f"[yellow]note:[/] {line}", highlight=False)
+    skipped = sum(r.skipped for own in runs.values() for r in own)
+    if skipped:
+        out.print(f"[yellow]note:[/] skipped {skipped} half-written record line(s)")
+    _figure(runs, paths[0])
+
+
+def _figure(runs: dict[str, list[Loaded]], folder: Path) -> None:
+    from everfed.report.figure import comparison
+
+    first = next(iter(runs.values()))[0].tasks
+    if any(r.tasks != first for own in runs.values() for r in own):
+        out.print("no figure: the runs are on different tasks")
+        return
+    path = folder / "figure.png"
+    comparison({m: [r.records for r in own] for m, own in runs.items()}, first, path)
+    out.print(f"runs: {folder}\nfigure: {path}", highlight=False, soft_wrap=True)

@@ -1,0 +1,180 @@
+"""Several methods and seeds on one stream, each run in a process and a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everfed import config as configs
+from everfed.engines import pool
+from everfed.errors import EverfedError
+from everfed.folder import RunFolder, read_config, read_records
+from everfed.metrics import Record
+from everfed.runs import Interrupted, Progress
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a comparison."""
+
+    method: str
+    seed: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} seed {self.seed}"
+
+
+#: told of every round of every run, and once with None when a run has ended
+Listener = Callable[[Entry, Progress | None], None]
+
+
+def plan(config: configs.Config, folder: Path) -> list[Entry]:
+    """All runs, seed by seed so that a first comparison of all methods is there early."""
+    return [
+        Entry(method, seed, folder / f"{method}-seed{seed}")
+        for seed in config.compare.seeds
+        for method in config.compare.methods
+    ]
+
+
+def create(config: configs.Config, folder: Path) -> None:
+    """A comparison's folder, with the configuration that its runs share."""
+    if (folder / "compare.json").exists():
+        raise EverfedError(
+            f"{folder} holds a comparison already: go on with 'everfed resume {folder}', or choose "
+            "another folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(config.model_dump(mode="json"), indent=1)
+        (folder / "compare.json").write_text(text)
+    except OSError as error:
+        raise EverfedError(f"{folder} cannot be written: {error.strerror}") from None
+
+
+def opened(folder: Path) -> configs.Config:
+    """The configuration of a comparison's folder."""
+    try:
+        return configs.parse(json.loads((folder / "compare.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise EverfedError(f"{folder / 'compare.json'} cannot be read: {error}") from None
+
+
+def run_all(
+    config: configs.Config, folder: Path, jobs: int | None = None, listener: Listener | None = None
+) -> None:
+    """Run what is not finished yet, `jobs` at a time; runs that were begun go on."""
+    waiting = [entry for entry in plan(config, folder) if not finished(entry.folder)]
+    context: Any = mp.get_context("fork" if sys.platform == "linux" else "spawn")
+    running: dict[Connection, tuple[Entry, Any]] = {}
+    failures: list[str] = []
+    stopped = False
+    try:
+        while waiting or running:
+            while waiting and not stopped and len(running) < (jobs or pool.cores()):
+                entry = waiting.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_one, args=(config, entry, theirs))
+                process.start()
+                theirs.close()
+                running[ours] = (entry, process)
+            if stopped and not running:
+                break
+            try:
+                ready = wait(list(running))
+            except KeyboardInterrupt:  # the runs have got it too: let them save
+                stopped = True
+                continue
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                entry, process = running[pipe]
+                try:
+                    message = pipe.recv()
+                except EOFError:
+                    process.join()
+                    if process.exitcode:
+                        failures.append(f"{entry.name}: its process died ({process.exitcode})")
+                    del running[pipe]
+                    if listener:
+                        listener(entry, None)
+                    continue
+                if isinstance(message, str):
+                    stopped = stopped or message == "interrupted"
+                    if message != "interrupted":
+                        failures.append(f"{entry.name}: {message}")
+                elif listener:
+                    listener(entry, message)
+    finally:
+        for _, process in running.values():
+            process.terminate()
+    if failures:
+        raise EverfedError("; ".join(failures))
+    if stopped:
+        raise Interrupted(f"stopped; go on with: everfed resume {folder}")
+
+
+def _one(config: configs.Config, entry: Entry, pipe: Connection) -> None:
+    """A run in its own process."""
+    torch.set_num_threads(1)  # before any work: OpenMP's threads do not survive a fork
+    try:
+        begun = (entry.folder / "config.json").exists()
+        made = configs.experiment(config, entry.method, entry.seed)
+        made.go(workers=1, folder=entry.folder, resume=begun, on_round=pipe.send)
+    except (Interrupted, BrokenPipeError, KeyboardInterrupt):
+        pipe.send("interrupted")
+    except EverfedError as error:
+        pipe.send(str(error))
+
+
+def finished(folder: Path) -> bool:
+    """Whether the run in a folder has come to its end."""
+    if not (folder / "config.json").exists():
+        return False
+    checkpoint, _ = RunFolder(folder).load()
+    return checkpoint is not None and bool(checkpoint.meta["done"])
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A run as read from its folder."""
+
+    method: str
+    tasks: list[str]
+    records: list[Record]
+    skipped: int
+    config: dict[str, Any]
+
+
+def loaded(path: Path) -> Loaded:
+    """Read one run's folder."""
+    about = read_config(path)
+    records, skipped = read_records(path)
+    if not records:
+        raise EverfedError(f"{path} has no records yet")
+    known = about["stream"].get("tasks")
+    tasks = known or [f"task {k + 1}" for k in range(1 + max(r["task"] for r in records))]
+    return Loaded(about["method"]["name"], tasks, records, skipped, about)
+
+
+def collect(paths: Sequence[Path]) -> dict[str, list[Loaded]]:
+    """Runs by method; a comparison's folder stands for all its runs."""
+    out: dict[str, list[Loaded]] = {}
+    for path in paths:
+        inside = [path]
+        if (path / "compare.json").exists():
+            config = opened(path)
+            inside = [e.folder for e in plan(config, path) if (e.folder / "config.json").exists()]
+        for folder in inside:
+            run_ = loaded(folder)
+            out.setdefault(run_.method, []).append(run_)
+    return out

@@ -1,0 +1,338 @@
+"""Configurations: TOML, checked whole before any work starts.
+
+A mistake gives one line that names the key, what is allowed and the nearest spelling.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import tomllib
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    create_model,
+)
+
+from everfed import data, methods, models, streams
+from everfed.data.table import Data
+from everfed.errors import EverfedError
+from everfed.local import Local
+from everfed.method import Method
+from everfed.runs import Grouping, Precision, Run, run
+from everfed.streams.stream import Stream
+
+
+class ConfigError(EverfedError):
+    """A mistake in a configuration."""
+
+
+# what a configuration may name --------------------------------------------------------------
+def _mlp(d: Data, hidden: Sequence[PositiveInt] = (128,)) -> models.Recipe:
+    """Dense layers with ReLU; `hidden` are the widths between inputs and outputs."""
+    return models.mlp(d.x[0].numel(), *hidden, d.classes)
+
+
+def _lenet(d: Data) -> models.Recipe:
+    """LeNet5 (images of at least 16 pixels)."""
+    return models.lenet(*_image(d), d.classes)
+
+
+def _cnn(d: Data, width: PositiveInt = 16) -> models.Recipe:
+    """Two 3x3 convolutions with pooling and a hidden dense layer."""
+    return models.cnn(*_image(d), d.classes, width)
+
+
+def _resnet18(d: Data) -> models.Recipe:
+    """ResNet-18 for small images, with GroupNorm."""
+    return models.resnet18(_image(d)[0], d.classes)
+
+
+def _image(d: Data) -> tuple[int, int]:
+    if d.x.dim() != 4:
+        shape = "x".join(map(str, d.x.shape[1:]))
+        raise ConfigError(f"model.name: a convolutional model needs images, {d.name} is {shape}")
+    return d.x.shape[1], d.x.shape[2]
+
+
+Builders = Mapping[str, Callable[..., Any]]
+MODELS: Builders = {"mlp": _mlp, "lenet": _lenet, "cnn": _cnn, "resnet18": _resnet18}
+STREAMS: Builders = {
+    "domains": streams.domains,
+    "classes": streams.classes,
+    "static": streams.static,
+    "given": streams.given,
+}
+DATASETS: Builders = {
+    "digits": data.digits,
+    "fashion_mnist": data.fashion_mnist,
+    "mnist": data.mnist,
+    "npz": data.npz,
+}
+
+
+class Compare(BaseModel):
+    """What `everfed compare` runs."""
+
+    model_config = ConfigDict(extra="forbid")
+    methods: list[str] = Field(["fedavg", "special"], min_length=1)
+    seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)
+
+
+class Config(BaseModel):
+    """A whole configuration."""
+
+    model_config = ConfigDict(extra="forbid")
+    seed: NonNegativeInt = 0
+    #: clients drawn each round; left out: all that are online
+    sample: PositiveInt | None = None
+    test_every: PositiveInt = 1
+    workers: PositiveInt | Literal["auto"] = "auto"
+    grouping: Grouping = "auto"
+    precision: Precision = "float32"
+    device: str = "auto"
+    checkpoint_seconds: float = Field(5.0, ge=0)
+    data_dir: str | None = None
+    data: dict[str, Any] = {"name": "digits"}
+    stream: dict[str, Any] = {"name": "domains"}
+    model: dict[str, Any] = {"name": "mlp"}
+    local: Local = Local()
+    method: dict[str, Any] = {"name": "fedavg"}
+    #: settings of methods that are named without any
+    methods: dict[str, dict[str, Any]] = {}
+    compare: Compare = Compare()
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A configuration made real: what `everfed.run` takes."""
+
+    method: Method
+    stream: Stream
+    model: models.Recipe
+    options: dict[str, Any]
+
+    def go(self, **more: Any) -> Run:
+        """Run it."""
+        return run(self.method, self.stream, self.model, **(self.options | more))
+
+
+# reading ------------------------------------------------------------------------------------
+def default_text() -> str:
+    """The configuration that is used when none is given: the demo's."""
+    return resources.files("everfed").joinpath("default.toml").read_text()
+
+
+def read(path: Path | None, changes: Sequence[str] = (), method: str | None = None) -> Config:
+    """A configuration from a file (None: the default) with `key=value` changes."""
+    if path is None:
+        values = tomllib.loads(default_text())
+    else:
+        try:
+            values = tomllib.loads(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"{path} does not exist") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    if method is not None:
+        values["method"] = {"name": method}
+    for change in changes:
+        _apply(values, change)
+    return parse(values)
+
+
+def parse(values: Mapping[str, Any]) -> Config:
+    """A checked configuration from plain values; data files are not touched yet."""
+    try:
+        config = Config.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(_say(error, "", _fields(Config))) from None
+    names = {"data": DATASETS, "stream": STREAMS, "model": MODELS}
+    for section, builders in names.items():
+        _arguments(section, builders, getattr(config, section))
+    check_method(config, config.method)
+    for name in config.methods:
+        check_method(config, {"name": name}, f"methods.{name}")
+    for name in config.compare.methods:
+        check_method(config, {"name": name}, "compare.methods")
+    return config
+
+
+def check_method(config: Config, section: Mapping[str, Any], where: str = "method") -> None:
+    """Raise ConfigError where a method cannot be built or does not go with its local settings."""
+    method, local = method_of(section, config, where)
+    try:
+        for part in method.parts:
+            part.check(local)
+    except EverfedError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _apply(values: dict[str, Any], change: str) -> None:
+    key, equals, text = change.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set takes key=value, for example local.lr=0.1, not {change!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *path, last = key.strip().split(".")
+    at = values
+    for step in path:
+        at = at.setdefault(step, {})
+        if not isinstance(at, dict):
+            raise ConfigError(f"--set {change}: {step} is a value, not a section")
+    if last == "name" and at.get("name") != value:
+        at.clear()  # settings of the one that was named before do not fit
+    at[last] = value
+
+
+# building -----------------------------------------------------------------------------------
+def method_of(
+    section: Mapping[str, Any], config: Config, where: str = "method"
+) -> tuple[Method, Local]:
+    """A method from its section, and the local settings it is run with.
+
+    What [methods.NAME] says is taken where the section is silent. `plus` lists methods whose parts
+    are added, `local` changes local settings for this method alone.
+    """
+    builders = {name: entry.build for name, entry in sorted(methods.METHODS.items())}
+    name = _name(where, builders, section)
+    own = {"name": name} | config.methods.get(name, {}) | dict(section)
+    plus, changes = own.pop("plus", []), own.pop("local", {})
+    if not isinstance(plus, list) or not all(isinstance(item, dict) for item in plus):
+        raise ConfigError(f"{where}.plus must be a list of tables, each with a name")
+    if not isinstance(changes, dict):
+        raise ConfigError(f"{where}.local must be a table")
+    method: Method = builders[name](**_arguments(where, builders, own))
+    for item in plus:
+        method = method + method_of(item, config, f"{where}.plus")[0]
+    return method, _local(config.local, changes, f"{where}.local.")
+
+
+def _local(base: Local, changes: Mapping[str, Any], where: str) -> Local:
+    values = {name: getattr(base, name) for name in Local.__annotations__}
+    try:
+        return Local(**(values | dict(changes)))
+    except ValidationError as error:
+        raise ConfigError(_say(error, where, list(values))) from None
+
+
+def experiment(config: Config, method: str | None = None, seed: int | None = None) -> Experiment:
+    """Read the data and build everything a run needs (of another method or seed, if given)."""
+    folder = config.data_dir
+    takes_folder = "folder" in inspect.signature(DATASETS[config.data["name"]]).parameters
+    more = {"folder": folder} if takes_folder else {}
+    table = _build("data", DATASETS, config.data, **more)
+    stream = _build("stream", STREAMS, config.stream, table)
+    if config.sample and config.sample > stream.clients:
+        raise ConfigError(f"sample is {config.sample}, but the stream has {stream.clients} clients")
+    model = _build("model", MODELS, config.model, table)
+    section = {"name": method} if method else config.method
+    chosen, local = method_of(section, config)
+    options = {
+        "local": local,
+        "sample": config.sample,
+        "seed": config.seed if seed is None else seed,
+        "test_every": config.test_every,
+        "workers": config.workers,
+        "grouping": config.grouping,
+        "precision": config.precision,
+        "device": config.device,
+        "checkpoint_seconds": config.checkpoint_seconds,
+        "config": config.model_dump(mode="json", exclude_none=True)
+        | {"method": dict(section), "seed": config.seed if seed is None else seed},
+    }
+    return Experiment(chosen, stream, model, options)
+
+
+def _build(
+    where: str, builders: Builders, section: Mapping[str, Any], *given: Any, **more: Any
+) -> Any:
+    """Call a section's builder; what it finds impossible is a mistake in the configuration."""
+    arguments = _arguments(where, builders, section)
+    try:
+        return builders[section["name"]](*given, **arguments, **more)
+    except EverfedError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def settings(builder: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """What a configuration may set of a builder: all but the data it is given and their folder."""
+    given = inspect.signature(builder).parameters.items()
+    skipped = ("d", "data", "folder")
+    return {name: parameter for name, parameter in given if name not in skipped}
+
+
+def _name(where: str, builders: Builders, section: Mapping[str, Any]) -> str:
+    name = section.get("name")
+    if name not in builders:
+        key = where if where == "compare.methods" else f"{where}.name"
+        if name is None:
+            raise ConfigError(f"{key} is missing; there are {', '.join(builders)}")
+        raise ConfigError(f"{key}: no {name!r}{_near(str(name), builders)}")
+    return str(name)
+
+
+def _arguments(where: str, builders: Builders, section: Mapping[str, Any]) -> dict[str, Any]:
+    """A section's settings, checked against its builder's signature."""
+    builder = builders[_name(where, builders, section)]
+    hints = typing.get_type_hints(builder, include_extras=True)
+    fields: dict[str, Any] = {
+        name: (hints[name], ... if p.default is inspect.Parameter.empty else p.default)
+        for name, p in settings(builder).items()
+    }
+    model = create_model("Settings", __config__=ConfigDict(extra="forbid"), **fields)
+    own = {key: value for key, value in section.items() if key != "name"}
+    try:
+        checked = model.model_validate(own)
+    except ValidationError as error:
+        raise ConfigError(_say(error, f"{where}.", list(fields))) from None
+    return {name: getattr(checked, name) for name in own}
+
+
+def _fields(model: type[BaseModel]) -> list[str]:
+    return list(model.model_fields)
+
+
+def _near(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(word, list(known), 1, 0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{hint} (there are {', '.join(known)})"
+
+
+def _say(error: ValidationError, prefix: str, known: Sequence[str]) -> str:
+    """A pydantic error in one line."""
+    problems = error.errors()
+    first = problems[0]
+    # where a value may be of several types, pydantic adds the type that it tried to the place
+    place = [
+        str(p) for p in first["loc"] if not (isinstance(p, str) and p[:1] in "cf" and "[" in p)
+    ]
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        inside = _fields(Compare) if place[0] == "compare" else list(Local.__annotations__)
+        options = known if len(place) == 1 else inside
+        return f"unknown key {prefix}{'.'.join(place)}{_near(place[-1], options)}"
+    if first["type"] == "missing":
+        return f"{prefix}{'.'.join(place)} is missing"
+    same = [p for p in problems if p["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]]
+    wanted = " or ".join(
+        dict.fromkeys(p["msg"].removeprefix("Input should be ").partition(",")[0] for p in same)
+    )
+    key = next((k for k in range(len(place), 0, -1) if place[k - 1] in known or k == 1), 1)
+    if place[0] == "local" or place[0] == "compare":
+        key = min(2, len(place))
+    return f"{prefix}{'.'.join(place[:key])} should be {wanted}, not {first['input']!r}"

@@ -1,0 +1,158 @@
+"""Data sets read from the user's data folder, in their public formats, checked before use."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from everfed.chance import rng
+from everfed.data.table import Data, arrays
+from everfed.errors import EverfedError
+
+#: sha256 of the uncompressed IDX files: train images and labels, test images and labels
+IDX_HASHES = {
+    "fashion-mnist": (
+        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    ),
+    "mnist": (
+        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    ),
+}
+IDX_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+#: where a set's files may lie below the data folder: its own name, or torchvision's
+IDX_FOLDERS = {
+    "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw", "."),
+    "mnist": ("mnist", "MNIST/raw", "."),
+}
+SOURCES = {
+    "fashion-mnist": "github.com/zalandoresearch/fashion-mnist, Debian's dataset-fashion-mnist, "
+    "or torchvision.datasets.FashionMNIST(..., download=True)",
+    "mnist": "yann.lecun.com/exdb/mnist or torchvision.datasets.MNIST(..., download=True)",
+}
+
+
+def data_folder(folder: str | Path | None) -> Path:
+    """The data folder: the one given, else the environment's EVERFED_DATA."""
+    chosen = folder or os.environ.get("EVERFED_DATA")
+    if not chosen:
+        raise EverfedError(
+            "this data set is read from files: set data_dir in the configuration (or the "
+            "environment's EVERFED_DATA) to the folder that holds them"
+        )
+    path = Path(chosen).expanduser()
+    if not path.is_dir():
+        raise EverfedError(f"the data folder {path} does not exist")
+    return path
+
+
+def fashion_mnist(folder: str | Path | None = None) -> Data:
+    """Fashion-MNIST: 60,000 and 10,000 grey 28x28 images, 10 classes (IDX files)."""
+    return _idx("fashion-mnist", folder)
+
+
+def mnist(folder: str | Path | None = None) -> Data:
+    """MNIST: 60,000 and 10,000 grey 28x28 digits (IDX files)."""
+    return _idx("mnist", folder)
+
+
+def _idx(name: str, folder: str | Path | None) -> Data:
+    root = data_folder(folder)
+    x, y, xt, yt = (
+        _read_idx(name, root, file, digest)
+        for file, digest in zip(IDX_FILES, IDX_HASHES[name], strict=True)
+    )
+    return arrays(x, y, test=(xt, yt), name=name)
+
+
+def _read_idx(name: str, root: Path, file: str, digest: str) -> np.ndarray:
+    tried = [root / sub / (file + end) for sub in IDX_FOLDERS[name] for end in ("", ".gz")]
+    path = next((path for path in tried if path.is_file()), None)
+    if path is None:
+        raise EverfedError(
+            f"{name} is not there: put {', '.join(IDX_FILES)} (with or without .gz) into "
+            f"{root / IDX_FOLDERS[name][0]}. Get them from {SOURCES[name]}"
+        )
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise EverfedError(f"{path} is truncated or damaged ({error}): get it again") from None
+    found = hashlib.sha256(raw).hexdigest()
+    if found != digest:
+        raise EverfedError(
+            f"{path} is not the published file: its content has sha256 {found[:16]}..., not "
+            f"{digest[:16]}...; get it again from {SOURCES[name]}"
+        )
+    dims = raw[3]
+    shape = np.frombuffer(raw, ">u4", dims, 4).astype(int)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
+
+
+def npz(
+    file: str, folder: str | Path | None = None, client: str | None = None, task: str | None = None
+) -> Data:
+    """Arrays from an .npz file: x_train, y_train, x_test, y_test, or x and y (a fifth is held out).
+
+    `client` and `task` name further arrays with one whole number a sample (with _train and _test
+    where x has them).
+    """
+    path = Path(file).expanduser()
+    if not path.is_absolute():
+        path = data_folder(folder) / path
+    if not path.is_file():
+        raise EverfedError(f"{path} does not exist")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            found = {key: archive[key] for key in archive.files}
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, zlib.error) as error:
+        raise EverfedError(f"{path} is not a whole .npz file: {error}") from None
+
+    def column(name: str) -> np.ndarray:
+        if name not in found:
+            raise EverfedError(f"{path} has no array {name!r}; it has {', '.join(found)}")
+        return found[name]
+
+    if "x_train" in found:
+        cut = len(column("x_train"))
+        table = {
+            name: np.concatenate([column(f"{name}_train"), column(f"{name}_test")])
+            for name in ("x", "y", *filter(None, (client, task)))
+        }
+        train, test = np.split(np.arange(len(table["x"])), [cut])
+    else:
+        table = {name: column(name) for name in ("x", "y", *filter(None, (client, task)))}
+        order = rng(0, "held out").permutation(len(table["x"]))
+        test, train = np.split(order, [len(order) // 5])
+    owners = _codes(table[client][train]) if client else None
+    codes = _codes(table[task]) if task else None
+    return arrays(
+        table["x"][train],
+        table["y"][train],
+        test=(table["x"][test], table["y"][test]),
+        client=owners,
+        task=None if codes is None else codes[train],
+        test_task=None if codes is None else codes[test],
+        name=path.stem,
+    )
+
+
+def _codes(values: np.ndarray) -> np.ndarray:
+    """Whole numbers from 0 without gaps."""
+    codes: np.ndarray = np.unique(values, return_inverse=True)[1]
+    return codes

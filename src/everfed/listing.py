@@ -1,0 +1,91 @@
+"""`everfed list`: methods with what they need, streams, data sets and models with settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from everfed.config import DATASETS, MODELS, STREAMS, ConfigError, settings
+from everfed.data.table import arrays
+from everfed.method import Method
+from everfed.methods import METHODS
+from everfed.metrics import Record
+from everfed.models import mlp
+from everfed.runs import run
+from everfed.streams import domains
+
+
+def table(what: str) -> Table:
+    """The table of one kind of thing."""
+    if what == "methods":
+        return _methods()
+    kinds = {"streams": STREAMS, "datasets": DATASETS, "models": MODELS}
+    if what not in kinds:
+        raise ConfigError(f"there is no list of {what!r}: methods, {', '.join(kinds)}")
+    out = Table(header_style="bold")
+    for column in ("name", "what it is", "settings"):
+        out.add_column(column)
+    for name, build in kinds[what].items():
+        out.add_row(name, _first_line(build), _settings(build))
+    return out
+
+
+def _methods() -> Table:
+    out = Table.grid(padding=(0, 2, 1, 0))
+    out.title = "P is one model; traffic is down + up, per client and round"
+    for name, entry in sorted(METHODS.items()):
+        method = entry.build()
+        needs = method.needs
+        facts = (
+            f"client state: {_yes(needs.client_state)}",
+            f"exchanges: {needs.exchanges}",
+            f"task boundaries: {_yes(needs.boundaries)}",
+            f"traffic: {traffic(method)}",
+            f"secure aggregation: {_yes(needs.secure_aggregation)}",
+        )
+        text = f"{entry.what} ({entry.paper})\n[dim]{' · '.join(facts)}[/]\n"
+        out.add_row(f"[bold]{name}[/]", text + f"[cyan]{_settings(entry.build)}[/]")
+    return out
+
+
+def traffic(method: Method) -> str:
+    """What a method sends, in models a client and round, measured on a tiny run."""
+    random = np.random.default_rng(0)
+    x, y = random.random((32, 16)).astype(np.float32), np.tile([0, 1], 16)
+    task = np.repeat([0, 1], 16)
+    stream = domains(arrays(x, y, task=task), clients=2, alpha=None, rounds=2)
+    result = run(method, stream, mlp(16, 32, 2), workers=1)
+    records, size = result.records, 2 * 4 * result.vector.numel() / 1e6  # of both clients
+
+    def sent(metric: str, at: int) -> float:
+        return _sum(records, metric, at) / size
+
+    each = f"{sent('mb_down', 3):.2g} P + {sent('mb_up', 3):.2g} P"
+    boundary = sent("mb_down", 1) - sent("mb_down", 0) + sent("mb_up", 1) - sent("mb_up", 0)
+    once = sent("mb_down", 2) - sent("mb_down", 3) + max(0.0, boundary)
+    return each if once < 0.5 else f"{each}, {once:.2g} P a task"
+
+
+def _sum(records: list[Record], metric: str, at: int) -> float:
+    return float(sum(r["value"] for r in records if r["metric"] == metric and r["round"] == at))
+
+
+def _settings(build: Callable[..., Any]) -> str:
+    def text(name: str, parameter: inspect.Parameter) -> str:
+        if parameter.default is inspect.Parameter.empty:
+            return name
+        return f"{name}={parameter.default!r}"
+
+    return ", ".join(text(*item) for item in settings(build).items()) or "none"
+
+
+def _first_line(build: Callable[..., Any]) -> str:
+    return (build.__doc__ or "").strip().split("\n")[0]
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
