@@ -318,10 +318,8 @@ def _say(error: ValidationError, prefix: str, known: Sequence[str]) -> str:
     """A pydantic error in one line."""
     problems = error.errors()
     first = problems[0]
-    # where a value may be of several types, pydantic adds the type that it tried to the place
-    place = [
-        str(p) for p in first["loc"] if not (isinstance(p, str) and p[:1] in "cf" and "[" in p)
-    ]
+    # where a value may be of several types, pydantic adds "constrained-float[...]" to the place
+    place = [str(p) for p in first["loc"] if "[" not in str(p)]
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         inside = _fields(Compare) if place[0] == "compare" else list(Local.__annotations__)
         options = known if len(place) == 1 else inside
@@ -333,6 +331,6 @@ def _say(error: ValidationError, prefix: str, known: Sequence[str]) -> str:
         dict.fromkeys(p["msg"].removeprefix("Input should be ").partition(",")[0] for p in same)
     )
     key = next((k for k in range(len(place), 0, -1) if place[k - 1] in known or k == 1), 1)
-    if place[0] == "local" or place[0] == "compare":
+    if place[0] in ("local", "compare"):
         key = min(2, len(place))
     return f"{prefix}{'.'.join(place[:key])} should be {wanted}, not {first['input']!r}"

@@ -275,7 +275,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _disk(error: OSError, path: Path) -> EverfedError:
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return EverfedError(
             f"the disk of {path} is full; the last checkpoint is safe: free some space and "
             f"'everfed resume {path}'"

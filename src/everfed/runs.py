@@ -137,10 +137,10 @@ def run(
         program = ClientProgram(method, compute, stream, data, settings, seed, loss)
         what = {
             "method": method.describe(),
+            "seed": seed,
             "stream": stream.describe(),
             "local": dataclasses.asdict(settings),
             "sample": sample,
-            "seed": seed,
             "parameters": compute.layout.d,
             "precision": precision,
             "test_every": test_every,

@@ -39,7 +39,7 @@ class Slot:
         if len(self.shape) == 4:
             o, i, h, w = self.shape
             return piece.view(*lead, o, h, w, i).movedim(-1, -3)
-        return piece.view(*lead, *self.shape)
+        return piece.view((*lead, *self.shape))
 
 
 def _line(tensor: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ def _read_idx(name: str, root: Path, file: str, digest: str) -> np.ndarray:
         )
     dims = raw[3]
     shape = np.frombuffer(raw, ">u4", dims, 4).astype(int)
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
+    values: np.ndarray = np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).copy()
+    return values.reshape(shape)
 
 
 def npz(
@@ -119,7 +120,7 @@ def npz(
         raise EverfedError(f"{path} does not exist")
     try:
         with np.load(path, allow_pickle=False) as archive:
-            found = {key: archive[key] for key in archive.files}
+            found: dict[str, np.ndarray] = {key: archive[key] for key in archive.files}
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, zlib.error) as error:
         raise EverfedError(f"{path} is not a whole .npz file: {error}") from None
 

@@ -67,9 +67,7 @@ class Taylor(Part):
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
         if not s:
             return w, {}
-        rounds, at, entries = torch.unique(  # type: ignore[no-untyped-call]
-            s["round"], return_inverse=True, return_counts=True
-        )
+        rounds, at, entries = torch.unique(s["round"], return_inverse=True, return_counts=True)
         if self.weights == "theory":
             past, now = independent(len(rounds) + 1, self.d2, self.r2)
             p = past / entries[at].to(w)  # a round's weight is shared by its entries

@@ -1,0 +1,274 @@
+"""Hand-derived numbers of every method on the two quadratics, through the real engine.
+
+f_A = 1/2 (w-1)^2 with 1 sample, f_B = 1/2 2 (w-4)^2 with 3; w_0 = 0, rate 0.1, 2 local steps. The
+first steps can be followed by hand: A goes 0 -> 0.1 -> 0.19, B goes 0 -> 0.8 -> 1.44; weighted by
+samples that is 0.1175... = 0.25 * 0.19 + 0.75 * 1.44 = 1.1275.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import reference
+from everfed import memory, methods
+from everfed.curvature import hutchinson
+from everfed.local import Local
+from everfed.methods.cfl_regularization import Taylor
+from everfed.methods.cflag import Rates
+from everfed.methods.fednova import Nova
+from everfed.methods.lwf import distillation
+from everfed.methods.special import pull
+from everfed.theory.weights import independent
+from quadratics import Q2, Game, q2
+
+FIRST_ROUNDS = [
+    (methods.fedavg(), [1.1275, 1.897019]),
+    (methods.fedavg(average="uniform"), [0.815]),
+    (methods.fedprox(1.0), [1.065]),
+    (methods.fedavgm(), [1.1275, 2.911769]),
+    (methods.fedavgm(nesterov=True), [2.14225, 3.905463]),
+    (methods.fedadagrad(0.1), [0.099911, 0.169562]),
+    (methods.fedadam(0.1), [0.099117, 0.232845]),
+    (methods.fedyogi(0.1), [0.099117, 0.232503]),
+    (methods.scaffold(), [0.815, 1.4215, 1.860653]),
+    (methods.mimelite(0.9), [0.08915, 0.25604]),
+    (methods.mimelite(0.01), [0.807692, 1.403538]),
+    (methods.fedeve(average="uniform"), [0.513195, 1.035382, 1.505504]),
+    (methods.fedeve(q_mode="update", average="uniform"), [0.513195, 1.039035, 1.482911]),
+    (methods.fedtrack(iag=False, average="uniform"), [0.8325, 1.433981]),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), FIRST_ROUNDS, ids=[f"{m.name}-{m.average}" for m, _ in FIRST_ROUNDS]
+)
+def test_first_rounds(method, expected):
+    assert q2(method, len(expected)) == pytest.approx(expected, abs=1e-6)
+
+
+LIMITS = [
+    # one round is w -> 0.75 * (0.64 w + 1.44) + 0.25 * (0.81 w + 0.19), whose fixed point is this
+    (methods.fedavg(), 3.551181),
+    (methods.fedavg(average="uniform"), 2.963636),
+    # free of client drift: the minimiser of the mean objective, (1 + 8) / 3
+    (methods.scaffold(), 3.0),
+    (methods.fedtrack(iag=False, average="uniform"), 3.0),
+    (methods.fedtrack(iag=True, average="uniform"), 3.0),
+    # a server optimiser does not move FedAvg's fixed point
+    (methods.fedavgm(average="uniform"), 2.963636),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "limit"), LIMITS, ids=[f"{m.name}-{m.average}-{v}" for m, v in LIMITS]
+)
+def test_fixed_points(method, limit):
+    assert q2(method, 300)[-1] == pytest.approx(limit, abs=1e-5)
+
+
+def test_scaffold_control_variates():
+    """A wrong sign of c survives a single-step golden test; two rounds and the limit do not."""
+    game = Game(methods.scaffold(), [Q2], rounds=400, local=Local(lr=0.1, steps=2, batch=8))
+    game.play()
+    assert game.fed.parts[0]["c"].item() == pytest.approx(-4.075)
+    assert [game.fed.clients[i][0]["c"].item() for i in (0, 1)] == pytest.approx([-0.95, -7.2])
+    for _ in range(398):
+        game.play()
+    assert game.fed.parts[0]["c"].item() == pytest.approx(0, abs=1e-6)
+    assert [game.fed.clients[i][0]["c"].item() for i in (0, 1)] == pytest.approx([2, -2])
+
+
+def test_mimelite_momentum_is_the_gradient_at_the_old_model():
+    game = Game(methods.mimelite(0.9), [Q2], rounds=2, local=Local(lr=0.1, steps=2, batch=8))
+    game.play()
+    assert game.fed.parts[0]["m"].item() == pytest.approx(-0.45)  # 0.1 * mean(-1, -8)
+    game.play()
+    assert game.fed.parts[0]["m"].item() == pytest.approx(-0.841627, abs=1e-6)
+
+
+def test_fedeve_gain_and_variance():
+    game = Game(
+        methods.fedeve(average="uniform"), [Q2], rounds=3, local=Local(lr=0.1, steps=2, batch=8)
+    )
+    gains = []
+    for _ in range(3):
+        game.play()
+        gains.append(game.fed.parts[0]["gain"].item())
+    assert gains == pytest.approx([0.629687, 0.460013, 0.384193], abs=1e-6)
+
+
+def test_fedeve_settles_at_fedavgs_fixed_point():
+    """Slowly: the gain falls as the prediction gets better."""
+    path = q2(methods.fedeve(average="uniform"), 300)
+    away = np.abs(np.array(path) - 2.963636)
+    assert away[-50:].max() < 0.02
+    assert away[-50:].max() < 0.2 * away[:50].max()
+
+
+def test_fednova_with_one_and_three_steps():
+    """batch 1 over copies of one sample: client A takes 1 step, client B 3 full ones."""
+    game = Game(methods.fednova(), [Q2], rounds=1, local=Local(lr=0.1, epochs=1, batch=1))
+    assert game.play()[0] == pytest.approx(1.2825)
+    plain = Game(methods.fedavg(), [Q2], rounds=1, local=Local(lr=0.1, epochs=1, batch=1))
+    assert plain.play()[0] == pytest.approx(1.489)
+
+
+def test_fednova_norms():
+    steps = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    assert Nova().norm(steps, 0.1, 0.9).tolist() == pytest.approx([1, 2.9, 5.61])
+    assert Nova(mu=1.0).norm(steps, 0.1, 0.0)[2].item() == pytest.approx(2.71)
+
+
+# SPECIAL ------------------------------------------------------------------------------------------
+IDLE = [(np.ones((1, 1)), np.zeros((1, 1))), (np.ones((3, 1)), np.zeros((3, 1)))]
+
+
+def second_task(method, rounds):
+    """Q2 as the second task after one that leaves the model (and so the anchor) at 0."""
+    local = Local(lr=0.1, steps=2, batch=8)
+    game = Game(method, [IDLE, Q2], rounds=rounds, local=local)
+    return [float(w[0]) for w in game.play_all()[rounds:]]
+
+
+def test_special():
+    assert pull(torch.tensor(2.0), torch.tensor(1.0), 0.25).item() == pytest.approx(1.8)
+    # gamma_G is 1/2 in the second task
+    path = second_task(methods.special(0.25), 60)
+    assert path[:3] == pytest.approx([0.326, 0.55094, 0.706149], abs=1e-6)
+    assert path[-1] == pytest.approx(0.5 * 0.815 / (0.5 * 0.275 + 0.25), abs=1e-6)
+
+
+def test_special_c():
+    assert pull(torch.tensor(2.0), torch.tensor(1.0), 0.5).item() == pytest.approx(1.666667)
+    assert second_task(methods.special_c(0.2), 1) == pytest.approx([0.507653], abs=1e-6)
+
+
+# CFL ----------------------------------------------------------------------------------------------
+def test_taylor_compression_is_exact():
+    state = {
+        "h": torch.tensor([[2.0, 1.0], [1.0, 4.0]]),
+        # c = g - h * w^ for (w^, g) = ((1,0), (.5,-.5)) and ((0,2), (1,0))
+        "c": torch.tensor([[0.5 - 2, -0.5], [1.0, -8.0]]),
+        "round": torch.tensor([0, 1]),
+    }
+    # Theorem 4.1 with D^2 = 1, R^2 = 1/2, t = 3 weighs both past rounds with 1/4
+    assert independent(3, 1.0, 0.5) == pytest.approx((0.25, 0.5))
+    _, down = Taylor(weights="theory", d2=1.0, r2=0.5).send(state, torch.zeros(2))
+    assert down["h"].tolist() == pytest.approx([0.75, 1.25])
+    assert down["c"].tolist() == pytest.approx([-0.125, -2.125])
+    w = torch.tensor([0.5, 0.5])
+    assert (down["h"] * w + down["c"]).tolist() == pytest.approx([0.25, -1.5])
+
+
+def test_fisher_is_the_mean_of_squares():
+    """The square of the mean gradient, a common bug, would be (0.44, 0)."""
+    # gradients a (w - c) at w = 0 are (1,-2), (-1,2), (2,0)
+    clients = [(np.ones((3, 2)), -np.array([[1.0, -2.0], [-1.0, 2.0], [2.0, 0.0]]))]
+    game = Game(methods.ewc(), [clients, clients], rounds=1, local=Local(lr=1e-9, steps=1, batch=8))
+    game.play()
+    fisher = game.fed.parts[0]["fisher"]
+    assert fisher.tolist() == pytest.approx([2.0, 2.666667], abs=1e-5)
+
+
+def test_hutchinson_is_exact_over_all_signs():
+    hessian = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
+
+    class Saddle(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+        def forward(self, x):
+            return (0.5 * self.w @ hessian @ self.w).expand(len(x), 1)
+
+    from everfed.compute import ModuleCompute, Objective
+
+    compute = ModuleCompute(Saddle(), torch.device("cpu"), "float32")
+    objective = Objective(loss=lambda z, y: z[:, 0])
+    signs = torch.tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]], dtype=torch.float64)
+    x = torch.zeros(1, 1, dtype=torch.float64)
+    got = hutchinson(compute, compute.weights(), x, x[:, 0], objective, signs)
+    assert got.tolist() == pytest.approx([2, 3])
+
+
+def test_theorem_41():
+    assert independent(4, 4, 1) == pytest.approx((0.210526, 0.368421), abs=1e-6)
+    assert independent(10, 1, 0.25) == pytest.approx((0.081633, 0.265306), abs=1e-6)
+    assert independent(5, 1, 0) == pytest.approx((0.2, 0.2))  # no information loss: a plain mean
+    assert independent(5, 1, 1e12)[1] == pytest.approx(1)  # all lost: FedAvg
+
+
+def test_herding_never_repeats():
+    features = torch.tensor([[0.0], [1.0], [2.0], [3.0], [10.0]])
+    assert memory.herding_order(features, 3) == [3, 2, 1]
+    assert sorted(memory.herding_order(features, 9)) == [0, 1, 2, 3, 4]
+
+
+# C-FLAG -------------------------------------------------------------------------------------------
+def rates(a, adaptive, clip=float("inf")):
+    f, p, n = torch.tensor([1.0, 0.0]), torch.tensor([[0.5]]), torch.tensor(2.0)
+    alpha, beta = Rates(5.0, adaptive, clip)(f, torch.tensor([a]), 0.1, 0.1, p, n)
+    return alpha.item(), beta.item()
+
+
+def test_adaptive_rates():
+    assert rates([2.0, 1.0], "average") == pytest.approx((0.1, 0.08))
+    assert rates([2.0, 1.0], "worst") == pytest.approx((0.1, 0.04))
+    assert rates([-1.0, 2.0], "average") == pytest.approx((0.2, 0.1))
+    assert rates([2.0, 1.0], "off") == pytest.approx((0.1, 0.1))
+    assert rates([0.02, 0.0], "average", clip=1.0) == pytest.approx((0.1, 0.1))  # guarded
+    assert rates([-9.0, 0.0], "average", clip=1.0) == pytest.approx((0.2, 0.1))  # 1/L
+
+
+CFLAG_ROUNDS = [
+    ({"adaptive": "off"}, (-1, 3), 0.9325),
+    ({"adaptive": "average", "printed": False}, (-1, 3), 0.9),
+    ({"adaptive": "average", "printed": True}, (-1, 3), 2.521021),
+    ({"adaptive": "worst", "printed": False}, (-1, 3), 0.5),
+    ({"adaptive": "worst", "printed": True}, (-1, 3), 1.310511),
+    # interference: the step is -alpha grad f exactly, where alpha_i is not capped at 1/L
+    ({"adaptive": "average", "printed": False}, (-3, 1), -0.1),
+    # capped, alpha = (.255, .5): -(.255 + .5)/2 * 1 + .1 (1.55 + 15.1)/2 with grad f = 1
+    ({"adaptive": "average", "printed": False, "clip": 10.0}, (-3, 1), 0.455),
+]
+
+
+@pytest.mark.parametrize(("options", "centres", "expected"), CFLAG_ROUNDS)
+def test_cflag_round_with_memory(options, centres, expected):
+    """Memories 1/2 (w - m)^2 from a first task in which the model does not move from 0."""
+    remembered = [
+        (np.ones((n, 1)), np.full((n, 1), float(m))) for n, m in zip((1, 3), centres, strict=True)
+    ]
+    settings = {"lipschitz": 2.0, "iag": False, "clip": float("inf")} | options
+    method = methods.cflag(alpha=0.1, average="uniform", **settings)
+    local = Local(lr=0.1, steps=2, batch=8)
+    game = Game(method, [remembered, Q2], rounds=1, local=local)
+    game.play()
+    game.fed.w = torch.zeros(1, dtype=torch.float64)
+    assert game.play()[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_distillation():
+    z, u = torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0])
+    assert distillation(z, u, 2.0).item() == pytest.approx(0.693147, abs=1e-6)
+    assert distillation(torch.tensor([0.0, 1.0]), u, 2.0).item() == pytest.approx(
+        0.839606, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        reference.check_standard,
+        reference.check_cfl,
+        reference.check_special,
+        reference.check_fedeve,
+        reference.check_cflag,
+        reference.check_ewc,
+    ],
+)
+def test_the_reference_itself(check):
+    """The numpy reference that the conformance suite compares with has the right numbers too."""
+    check()

@@ -1,0 +1,211 @@
+"""The command line and configurations, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everfed import config as configs
+from everfed.methods import METHODS
+from everfed.metrics import matrix, summarise
+
+
+def everfed(*words, cwd=None, expect=0, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "everfed", *map(str, words)],
+        capture_output=True, text=True, cwd=cwd, timeout=120,
+        env=os.environ | {"COLUMNS": "130"} | environment,
+    )  # fmt: skip
+    assert done.returncode == expect, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+MISTAKES = [
+    ({"sampel": 3}, "unknown key sampel; did you mean 'sample'?"),
+    ({"method": {"name": "specal"}}, "method.name: no 'specal'; did you mean 'special'?"),
+    ({"method": {"name": "special", "lamb": 1}}, "unknown key method.lamb; did you mean 'lam'?"),
+    ({"method": {"name": "special", "lam": -1}}, "method.lam should be greater than or equal to 0"),
+    ({"method": {"name": "special", "lam": "x"}}, "method.lam should be a valid number, not 'x'"),
+    ({"method": {"name": "scaffold", "option": 3}}, "method.option should be 1 or 2, not 3"),
+    ({"method": {}}, "method.name is missing"),
+    ({"method": {"name": "fedavg", "plus": [{"name": "fedprox", "mo": 1}]}},
+     "unknown key method.plus.mo; did you mean 'mu'?"),
+    ({"method": {"name": "fedavg", "local": {"lr": 0}}}, "method.local.lr should be greater than 0"),
+    ({"local": {"lr": "fast"}}, "local.lr should be a valid number, not 'fast'"),
+    ({"local": {"optimiser": "sgd"}}, "unknown key local.optimiser; did you mean 'optimizer'?"),
+    ({"local": {"momentum": 1.0}}, "local.momentum should be less than 1, not 1.0"),
+    ({"stream": {"name": "domains", "clients": 2.5}}, "stream.clients should be a valid integer"),
+    ({"stream": {"name": "domain"}}, "stream.name: no 'domain'; did you mean 'domains'?"),
+    ({"data": {"name": "digits", "domain": []}}, "unknown key data.domain; did you mean 'domains'?"),
+    ({"model": {"name": "mlp", "hidden": [0]}}, "model.hidden should be greater than 0"),
+    ({"compare": {"seeds": []}}, "compare.seeds should"),
+    ({"compare": {"methods": ["fedavgg"]}}, "compare.methods: no 'fedavgg'; did you mean 'fedavg'?"),
+    ({"methods": {"ewk": {}}}, "methods.ewk.name: no 'ewk'; did you mean 'ewc'?"),
+    ({"workers": 0}, "workers should be greater than 0 or 'auto', not 0"),
+    ({"method": {"name": "scaffold"}, "local": {"momentum": 0.9}}, "SCAFFOLD's option 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "said"), MISTAKES, ids=[said for _, said in MISTAKES])
+def test_mistakes_in_a_configuration(values, said):
+    with pytest.raises(configs.ConfigError) as caught:
+        configs.parse(values)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
+    (tmp_path / "a.toml").write_text("[local]\nlr = 0.1\nepoch = 2\n")
+    done = everfed("run", "a.toml", cwd=tmp_path, expect=2)
+    assert done.stderr.startswith("error: unknown key local.epoch; did you mean 'epochs'?")
+    assert len(done.stderr.strip().splitlines()) == 1
+    (tmp_path / "b.toml").write_text("seed = = 1")
+    assert "not valid TOML" in everfed("run", "b.toml", cwd=tmp_path, expect=2).stderr
+    assert "does not exist" in everfed("run", "c.toml", cwd=tmp_path, expect=2).stderr
+    assert "Did you mean 'run'" in everfed("runn", expect=2).stderr
+    assert "data_dir" in everfed("run", "--set", "data.name=mnist", cwd=tmp_path, expect=2,
+                                 EVERFED_DATA="").stderr  # fmt: skip
+    assert not (tmp_path / "runs").exists()  # nothing was begun
+
+
+def test_default_and_changes():
+    config = configs.read(None, ["method.name=special", "method.lam=0.5", "stream.rounds=3"])
+    assert config.method == {"name": "special", "lam": 0.5}
+    assert config.stream["rounds"] == 3
+    assert configs.read(None, method="ewc").method == {"name": "ewc"}
+    with pytest.raises(configs.ConfigError, match="key=value"):
+        configs.read(None, ["seed"])
+
+
+def test_every_method_can_be_configured():
+    for name in METHODS:
+        config = configs.parse({"method": {"name": name}, "local": {"lr": 0.01}})
+        assert configs.method_of(config.method, config)[0].name == name
+
+
+def test_methods_add_up_in_a_configuration():
+    section = {"name": "special", "lam": 0.1, "plus": [{"name": "fedprox", "mu": 0.3}]}
+    method, _ = configs.method_of(section, configs.parse({"method": section}))
+    assert method.name == "special+fedprox"
+    assert [type(part).__name__ for part in method.parts] == ["ServerRate", "Anchor", "Prox"]
+
+
+def test_local_settings_of_one_method():
+    config = configs.parse(
+        {"local": {"lr": 0.2, "epochs": 3}, "methods": {"ewc": {"lam": 2, "local": {"lr": 0.01}}}}
+    )
+    method, local = configs.method_of({"name": "ewc"}, config)
+    assert (local.lr, local.epochs, method.parts[0].lam) == (0.01, 3, 2)
+    assert configs.method_of({"name": "fedavg"}, config)[1].lr == 0.2
+
+
+def test_run_show_and_list(tmp_path):
+    quick = ["--set", "stream.rounds=2", "--set", "local.epochs=1"]
+    done = everfed("run", *quick, "-m", "fedeve", cwd=tmp_path)
+    assert "engine: 1 worker on cpu" in done.stdout
+    folder = tmp_path / "runs" / "fedeve-1"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["method"]["parts"][0]["part"] == "FedEve"
+    assert (folder / "figure.png").stat().st_size > 10_000
+    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    assert {"kalman_gain", "accuracy", "mb_up", "seconds"} <= {r["metric"] for r in records}
+    assert matrix(records).shape == (4, 4)
+    shown = everfed("show", folder, cwd=tmp_path).stdout
+    assert f"{100 * summarise(records).acc:.1f}" in shown
+    assert "is not a run's folder" in everfed("show", tmp_path, expect=1).stderr
+    again = everfed("run", *quick, "--folder", folder, cwd=tmp_path, expect=1)
+    assert "holds a run already" in again.stderr
+
+
+def test_compare(tmp_path):
+    quick = ["--set", "stream.rounds=2", "--set", "local.epochs=1"]
+    done = everfed("compare", *quick, "-m", "fedavg,cflag", "-s", "0,1", cwd=tmp_path)
+    assert "mean ± std over 2 seeds" in done.stdout
+    assert re.search(r"cflag +\d+\.\d ± \d+\.\d", done.stdout)
+    for column in (
+        "ACC",
+        "BWT",
+        "forgetting",
+        "worst drop",
+        "rounds to best",
+        "seconds",
+        "MB sent",
+    ):
+        assert column in done.stdout
+    assert (tmp_path / "runs" / "compare-1" / "figure.png").exists()
+    # the same as single runs: other processes, same numbers
+    everfed("run", *quick, "-m", "cflag", "--set", "seed=1", "--set", "workers=1", cwd=tmp_path)
+
+    def lines(folder):
+        raw = (tmp_path / "runs" / folder / "records.jsonl").read_text().splitlines()
+        return [r for r in map(json.loads, raw) if r["metric"] != "seconds"]
+
+    assert lines("compare-1/cflag-seed1") == lines("cflag-1")
+
+
+def test_list():
+    methods = everfed("list", "methods").stdout
+    assert all(name in methods for name in METHODS)
+    facts = re.sub(r"\s+", " ", methods)
+    assert re.search(r"scaffold .*?client state: yes · exchanges: 1 .*?traffic: 2 P \+ 2 P", facts)
+    assert re.search(r"cflag .*?exchanges: 2 · task boundaries: yes · traffic: 3 P \+ 3 P", facts)
+    assert "domains" in everfed("list", "streams").stdout
+    assert "digits" in everfed("list", "datasets").stdout
+    assert "lenet" in everfed("list", "models").stdout
+    assert "no list of 'things'" in everfed("list", "things", expect=2).stderr
+
+
+def test_the_printed_default_is_a_configuration(tmp_path):
+    (tmp_path / "mine.toml").write_text(everfed("config").stdout)
+    assert configs.read(tmp_path / "mine.toml") == configs.read(None)
+
+
+def test_help_does_not_load_torch():
+    code = (
+        "import sys, everfed.cli; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert "Train with one method" in everfed("--help").stdout
+
+
+# measures -----------------------------------------------------------------------------------------
+def ends(a):
+    return [
+        {"round": i, "task": i, "metric": "accuracy", "on": j, "value": v, "end": True}
+        for i, row in enumerate(a)
+        for j, v in enumerate(row)
+    ]
+
+
+def test_measures_by_hand():
+    """A = [[.9], [.7, .8], [.6, .85, .7]]: ACC (.6+.85+.7)/3, BWT (-.3 + .05)/2."""
+    s = summarise(ends([[0.9], [0.7, 0.8], [0.6, 0.85, 0.7]]))
+    assert s.acc == pytest.approx(0.716667, abs=1e-6)
+    assert (s.bwt, s.forgetting, s.worst_drop) == pytest.approx((-0.125, 0.125, -0.3))
+
+
+def test_rounds_to_best_counts_within_tasks():
+    records = [
+        {"round": t, "task": k, "metric": "accuracy", "on": k, "value": v}
+        for k, curve in enumerate([(0.5, 0.7, 0.7, 0.6), (0.2, 0.4, 0.3, 0.5)])
+        for t, v in enumerate(curve)
+    ]
+    assert summarise(records).rounds_to_best == 6
+
+
+# examples -----------------------------------------------------------------------------------------
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_examples_run(path):
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

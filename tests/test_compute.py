@@ -1,0 +1,219 @@
+"""Gradients, curvature and optimisers against torch's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import everfed as ef
+from everfed.compute import DenseCompute, ModuleCompute, Objective, choose
+from everfed.compute.base import cross_entropy
+from everfed.curvature import hutchinson
+from everfed.local import Local, Optimiser
+from everfed.vector import Layout, bind, load
+
+CPU = torch.device("cpu")
+
+
+def net(act=nn.ReLU) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(6, 5), act(), nn.Linear(5, 4, bias=False), act(), nn.Linear(4, 3)
+    )
+
+
+def batch(clients: int, size: int, seed: int = 0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(clients, size, 1, 2, 3, generator=g)
+    y = torch.randint(0, 3, (clients, size), generator=g)
+    scale = torch.rand(clients, size, generator=g)
+    scale[0, -1] = 0  # padding
+    return x, y, scale
+
+
+def explicit(module, w, x, y, scale) -> torch.Tensor:
+    """The gradient by functional_call, as torch's documentation does it."""
+    layout = Layout.of(module)
+    w = w.clone().requires_grad_()
+    z = torch.func.functional_call(module, layout.unflatten(w), (x,))
+    loss = (nn.functional.cross_entropy(z, y, reduction="none") * scale).sum()
+    return torch.autograd.grad(loss, w)[0]
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.Tanh, nn.Sigmoid])
+@pytest.mark.parametrize("kind", ["closed", "autograd"])
+def test_batched_gradients_are_autograds(act, kind):
+    module = net(act)
+    compute = DenseCompute(module, CPU)
+    w = compute.space(4)
+    w.copy_(compute.weights() + 0.1 * torch.randn(4, compute.layout.d))
+    x, y, scale = batch(4, 7)
+    extra = (lambda z, x, y: torch.zeros(y.shape)) if kind == "autograd" else None
+    objective = Objective(extra=extra)
+    g, loss = compute.grad(w, x, y, scale, objective)
+    for row in range(4):
+        expected = explicit(module, w[row], x[row], y[row], scale[row])
+        torch.testing.assert_close(g[row], expected, rtol=1e-4, atol=1e-6)
+    before = w.clone()
+    again = compute.descend(w, x, y, scale, objective, 0.1)
+    torch.testing.assert_close(again, loss)
+    torch.testing.assert_close(w, before - 0.1 * g, rtol=1e-5, atol=1e-6)
+
+
+def test_module_gradients_are_autograds():
+    module = net()
+    compute = ModuleCompute(module, CPU, "float32")
+    x, y, scale = batch(1, 7)
+    w = compute.weights()
+    g, _ = compute.grad(w.unsqueeze(0), x, y, scale, Objective())
+    torch.testing.assert_close(g[0], explicit(net(), w, x[0], y[0], scale[0]))
+
+
+@pytest.mark.parametrize("make", [DenseCompute, lambda m, d: ModuleCompute(m, d, "float32")])
+def test_fisher_is_the_mean_of_per_sample_squares(make):
+    compute = make(net(), CPU)
+    x, y, scale = batch(1, 6)
+    w = compute.weights().unsqueeze(0)
+    expected = sum(
+        scale[0, k] * explicit(net(), w[0], x[0, k : k + 1], y[0, k : k + 1], 1.0).square()
+        for k in range(6)
+    )
+    got = compute.fisher(w, x, y, scale, Objective())
+    torch.testing.assert_close(got[0], expected, rtol=1e-4, atol=1e-7)
+
+
+def test_hutchinson_estimates_the_exact_hessian_diagonal():
+    module = net(nn.Tanh).double()
+    compute = choose(module, torch.zeros(1, 2, 3), CPU, "float32", "single")
+    x, y, _ = batch(1, 6)
+    x = x[0].double()
+    w, other = compute.weights(), net(nn.Tanh).double()
+
+    def loss(v):
+        z = torch.func.functional_call(other, compute.layout.unflatten(v), (x,))
+        return nn.functional.cross_entropy(z, y[0])
+
+    hessian = torch.func.hessian(loss)(w)
+    exact = hessian.diagonal()
+    signs = torch.from_numpy(np.random.default_rng(0).integers(0, 2, (1000, len(w))) * 2.0 - 1)
+    got = hutchinson(compute, w, x, y[0], Objective(), signs)
+    # an estimate's variance is the sum of the squared off-diagonal entries over the probes
+    deviation = ((hessian.square().sum(1) - exact.square()) / len(signs)).sqrt()
+    assert ((got - exact).abs() < 5 * deviation + 1e-12).all()
+
+
+def test_only_suitable_models_are_batched():
+    flat = torch.zeros(6)
+    assert DenseCompute.fits(nn.Sequential(nn.Linear(6, 2)), flat)
+    assert DenseCompute.fits(net(), torch.zeros(1, 2, 3))
+    for module in (
+        nn.Linear(6, 2),
+        nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
+        nn.Sequential(nn.Linear(6, 4), nn.Dropout(), nn.Linear(4, 2)),
+        nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Tanh(), nn.Linear(4, 2)),
+        nn.Sequential(nn.Linear(6, 2)).requires_grad_(False),
+    ):
+        assert not DenseCompute.fits(module, flat)
+    assert not DenseCompute.fits(nn.Sequential(nn.Linear(3, 2)), torch.zeros(2, 3))
+
+
+OPTIMISERS = [
+    (Local(lr=0.1), torch.optim.SGD, {}),
+    (Local(lr=0.1, momentum=0.9), torch.optim.SGD, {"momentum": 0.9}),
+    (Local(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01), torch.optim.SGD,
+     {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (Local(lr=0.1, optimizer="adam", weight_decay=0.01), torch.optim.Adam, {"weight_decay": 0.01}),
+    (Local(lr=0.1, optimizer="adamw", weight_decay=0.1, betas=(0.8, 0.95)), torch.optim.AdamW,
+     {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("local", "kind", "settings_"), OPTIMISERS)
+def test_optimisers_are_torchs(local, kind, settings_):
+    """Two rows stepped together, one of them dropping out, as torch.optim steps each alone."""
+    torch.manual_seed(0)
+    w = torch.randn(2, 7)
+    theirs = [w[row].clone().requires_grad_() for row in range(2)]
+    optimisers = [kind([v], lr=0.1, **settings_) for v in theirs]
+    ours = Optimiser(local)
+    for step in range(6):
+        rows = 2 if step < 4 else 1
+        g = torch.randn(rows, 7)
+        ours.step(w[:rows], g.clone(), 0.1)
+        for row in range(rows):
+            theirs[row].grad = g[row].clone()
+            optimisers[row].step()
+    torch.testing.assert_close(w, torch.stack(theirs).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_is_by_each_clients_own_norm():
+    w = torch.zeros(2, 2)
+    Optimiser(Local(lr=1, clip=1.0)).step(w, torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0)
+    torch.testing.assert_close(w, -torch.tensor([[0.6, 0.8], [0.3, 0.4]]), atol=1e-5, rtol=1e-5)
+
+
+def test_schedules():
+    assert Local(lr=1, schedule="exponential", decay=0.5).rate(3, 10) == 0.125
+    assert Local(lr=1, schedule="cosine").rate(5, 10) == pytest.approx(0.5)
+    assert Local(lr=1, schedule="sqrt").rate(3, 10) == 0.5
+
+
+# vectors ------------------------------------------------------------------------------------------
+shapes = st.lists(st.lists(st.integers(1, 4), min_size=0, max_size=4), min_size=1, max_size=6)
+
+
+@given(shapes)
+@settings(max_examples=60, deadline=None)
+def test_layout_round_trip(sizes):
+    """Any shapes, scalars and convolutions included: flatten and unflatten are inverse."""
+    module = nn.ParameterDict(
+        {f"p{k}": nn.Parameter(torch.randn(tuple(size))) for k, size in enumerate(sizes)}
+    )
+    layout = Layout.of(module)
+    tensors = dict(module.named_parameters())
+    vector = layout.flatten(tensors)
+    assert layout.d == len(vector) == sum(p.numel() for p in tensors.values())
+    back = layout.unflatten(vector)
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    stacked = layout.unflatten(torch.stack([vector, 2 * vector]))
+    assert all(torch.equal(stacked[name][1], 2 * tensors[name]) for name in tensors)
+
+
+def test_bound_modules_train_the_vector():
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 2))
+    layout = Layout.of(module)
+    w = layout.flatten(dict(module.named_parameters()))
+    g = torch.zeros_like(w)
+    bind(module, layout, w, g)
+    assert module[0].weight.is_contiguous(memory_format=torch.channels_last)
+    before = module(torch.ones(1, 2, 3, 3)).detach()
+    module(torch.ones(1, 2, 3, 3)).sum().backward()
+    assert g.abs().sum() > 0
+    w.sub_(g, alpha=0.1)
+    assert not torch.equal(module(torch.ones(1, 2, 3, 3)), before)
+    other = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 2))
+    load(other, layout, w)
+    torch.testing.assert_close(
+        other(torch.ones(1, 2, 3, 3)), module(torch.ones(1, 2, 3, 3)), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_bf16_learns_like_float32(digits):
+    stream = ef.streams.static(digits, clients=4, rounds=4)
+    model = ef.models.cnn(1, 8, 10, 8)
+    options = {"local": ef.Local(lr=0.1, epochs=2), "workers": 1}
+    full = ef.run(ef.methods.fedavg(), stream, model, **options)
+    half = ef.run(ef.methods.fedavg(), stream, model, precision="bf16", **options)
+    assert "bf16" in half.engine
+    assert half.acc == pytest.approx(full.acc, abs=0.05)
+    assert half.vector.dtype == torch.float32
+
+
+def test_cross_entropy_averages_the_positions_of_a_sequence():
+    z, y = torch.randn(2, 5, 3), torch.randint(0, 3, (2, 5))
+    expected = torch.stack([nn.functional.cross_entropy(z[k], y[k]) for k in range(2)])
+    torch.testing.assert_close(cross_entropy(z, y), expected)

@@ -1,0 +1,244 @@
+"""Runs survive: kills at any moment, damaged files, full disks, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import everfed as ef
+from conformance import ROWS
+from everfed.errors import EverfedError
+from everfed.folder import RunFolder
+from test_conformance import run, small, timeless
+
+FORK = mp.get_context("fork")
+
+
+def killed_after(seconds, target):
+    """Run `target` in a process of its own and SIGKILL it; whether it was still alive."""
+    process = FORK.Process(target=target)
+    process.start()
+    process.join(seconds)
+    alive = process.is_alive()
+    if alive:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    return alive
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_kill_at_random_moments(name, digits, tmp_path):
+    """Real processes, killed three times wherever they happen to be, then finished."""
+    options = {"folder": tmp_path / "run", "checkpoint_seconds": 0}
+    began = time.perf_counter()
+    whole = run(small(name), digits)
+    duration = time.perf_counter() - began
+    chance = random.Random()
+    for _ in range(3):
+        begun = (tmp_path / "run" / "config.json").exists()
+        go = lambda begun=begun: run(small(name), digits, resume=begun, **options)  # noqa: E731
+        if not killed_after(chance.uniform(0.02, 0.6 * duration + 0.05), go):
+            break
+    begun = (tmp_path / "run" / "config.json").exists()
+    again = run(small(name), digits, resume=begun, **options)
+    assert torch.equal(again.vector, whole.vector)
+    assert timeless(again.records) == timeless(whole.records)
+    assert timeless(RunFolder(tmp_path / "run").records()) == timeless(whole.records)
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+
+
+def test_kill_with_two_workers(digits, tmp_path):
+    """The workers of a killed run end too, and the folder can be taken up again."""
+    method = ef.methods.scaffold()
+    options = {"folder": tmp_path / "run", "checkpoint_seconds": 0, "workers": 2, "rounds": 40}
+    assert killed_after(1.0, lambda: run(method, digits, **options))
+    again = run(method, digits, resume=True, **options)
+    whole = run(method, digits, workers=2, rounds=40)
+    assert torch.equal(again.vector, whole.vector)
+
+
+def stopped_half_way(digits, folder, method=None):
+    """A run that crashed after its fourth round, with a checkpoint of every round."""
+
+    def crash(progress):
+        if progress.round == 4:
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        run(
+            method or ef.methods.scaffold(), digits, folder=folder, checkpoint_seconds=0,
+            on_round=crash,
+        )  # fmt: skip
+    return sorted((folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
+@pytest.mark.parametrize("what", ["server", "client"])
+def test_a_damaged_checkpoint_falls_back(digits, tmp_path, damage, what):
+    checkpoints = stopped_half_way(digits, tmp_path)
+    assert [path.stem for path in checkpoints] == ["00000003", "00000004"]
+    path = checkpoints[-1] if what == "server" else next((tmp_path / "clients").glob("*-4.*"))
+    raw = bytearray(path.read_bytes())
+    if damage == "flip":
+        raw[-5] ^= 0xFF
+    path.write_bytes(raw[: {"truncate": len(raw) // 2, "flip": len(raw), "empty": 0}[damage]])
+    again = run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True)
+    assert any("00000004" in note and "damaged" in note for note in again.notes)
+    whole = run(ef.methods.scaffold(), digits)
+    assert torch.equal(again.vector, whole.vector)
+    assert timeless(again.records) == timeless(whole.records)
+
+
+def test_without_any_whole_checkpoint_it_starts_again(digits, tmp_path):
+    for path in stopped_half_way(digits, tmp_path):
+        path.write_bytes(b"nonsense")
+    again = run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True)
+    assert any("from the first round" in note for note in again.notes)
+    assert torch.equal(again.vector, run(ef.methods.scaffold(), digits).vector)
+
+
+def test_half_written_records_are_cut(digits, tmp_path):
+    stopped_half_way(digits, tmp_path)
+    with open(tmp_path / "records.jsonl", "a") as file:
+        file.write('{"round": 4, "metric": "acc')
+    again = run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True)
+    assert timeless(again.records) == timeless(run(ef.methods.scaffold(), digits).records)
+    for line in (tmp_path / "records.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+def test_old_client_states_are_removed(digits, tmp_path):
+    run(ef.methods.scaffold(), digits, rounds=12, folder=tmp_path, checkpoint_seconds=0)
+    assert len(list((tmp_path / "clients").iterdir())) <= 2 * 5
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_a_folder_is_never_written_over(digits, tmp_path):
+    run(ef.methods.fedavg(), digits, folder=tmp_path)
+    with pytest.raises(EverfedError, match="holds a run already"):
+        run(ef.methods.fedavg(), digits, folder=tmp_path)
+    with pytest.raises(EverfedError, match="another method"):
+        run(ef.methods.fedprox(), digits, folder=tmp_path, resume=True)
+    with pytest.raises(EverfedError, match="another seed"):
+        run(ef.methods.fedavg(), digits, folder=tmp_path, resume=True, seed=1)
+    with pytest.raises(EverfedError, match="not a run's folder"):
+        run(ef.methods.fedavg(), digits, folder=tmp_path / "none", resume=True)
+
+
+def test_a_folder_that_cannot_be_made(digits, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EverfedError, match="cannot be written"):
+        run(ef.methods.fedavg(), digits, folder=tmp_path / "file" / "run")
+
+
+def test_two_processes_cannot_run_one_folder(digits, tmp_path):
+    stopped_half_way(digits, tmp_path)
+    held = RunFolder.open(tmp_path)
+    with pytest.raises(EverfedError, match="another process"):
+        run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True)
+    held.close()
+    run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True)
+
+
+def test_a_disk_that_fills_up(digits, tmp_path):
+    """A limit on file sizes stands in for the disk: it fails in the same call in the same way."""
+
+    def go():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+        try:
+            run(ef.methods.scaffold(), digits, folder=tmp_path / "run", checkpoint_seconds=0)
+        except EverfedError as error:
+            (tmp_path / "said").write_text(str(error))
+
+    process = FORK.Process(target=go)
+    process.start()
+    process.join()
+    assert "is full" in (tmp_path / "said").read_text()
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    again = run(ef.methods.scaffold(), digits, folder=tmp_path / "run", resume=True)
+    assert torch.equal(again.vector, run(ef.methods.scaffold(), digits).vector)
+
+
+def test_results_do_not_depend_on_workers_after_a_resume(digits, tmp_path):
+    """A run keeps the number of workers it was begun with."""
+    stopped_half_way(digits, tmp_path)
+    again = run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True, workers="auto")
+    assert again.engine.startswith("1 worker")
+
+
+# the command line ---------------------------------------------------------------------------------
+def everfed(*words, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "everfed", *map(str, words)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+    )  # fmt: skip
+
+
+def wait_for(path, lines):
+    for _ in range(600):
+        if path.exists() and len(path.read_text().splitlines()) >= lines:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{path} did not grow")
+
+
+LONG = ["--set", "stream.rounds=60", "--set", "checkpoint_seconds=0.2", "--set", "workers=1"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_stopped_and_resumed_from_the_command_line(tmp_path, how):
+    command = ["run", "-m", "scaffold", *LONG, "--set", "local.lr=0.05"]
+    whole = everfed(*command, "--folder", tmp_path / "whole")
+    part = everfed(*command, "--folder", tmp_path / "part")
+    wait_for(tmp_path / "part" / "records.jsonl", 200)
+    part.send_signal(how)
+    _, said = part.communicate(timeout=60)
+    if how != signal.SIGKILL:
+        assert f"everfed resume {tmp_path / 'part'}" in said
+        assert part.returncode == 130
+    again = everfed("resume", tmp_path / "part")
+    out, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, errors
+    assert "scaffold" in out
+    assert whole.wait(120) == 0
+    models = [RunFolder(tmp_path / name).load()[0].fed for name in ("whole", "part")]
+    assert torch.equal(models[0].w, models[1].w)
+    records = [timeless(RunFolder(tmp_path / name).records()) for name in ("whole", "part")]
+    assert records[0] == records[1]
+
+
+def test_a_killed_comparison_goes_on(tmp_path):
+    """What was finished stays, what was begun is resumed, what is missing is run."""
+    config = ["-m", "fedavg,scaffold", "-s", "0,1", *LONG, "--set", "local.lr=0.05"]
+    first = everfed("compare", *config, "--folder", tmp_path / "all", start_new_session=True)
+    wait_for(tmp_path / "all" / "scaffold-seed0" / "records.jsonl", 100)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    again = everfed("resume", tmp_path / "all")
+    out, errors = again.communicate(timeout=300)
+    assert again.returncode == 0, errors
+    assert "over 2 seeds" in out
+    assert (tmp_path / "all" / "figure.png").stat().st_size > 10_000
+    for method in ("fedavg", "scaffold"):
+        for seed in (0, 1):
+            records = RunFolder(tmp_path / "all" / f"{method}-seed{seed}").records()
+            assert max(r["round"] for r in records) == 239
+
+
+def test_a_run_from_python_says_how_to_resume(digits, tmp_path):
+    stopped_half_way(digits, tmp_path)
+    process = everfed("resume", tmp_path)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "resume=True" in said
+    assert "Traceback" not in said
