@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from zlib import crc32
 
 import torch
@@ -38,6 +38,18 @@ except ImportError:  # Windows: a folder is not guarded against a second process
     fcntl = None  # type: ignore[assignment]
 
 KEPT = 2
+#: open lock files; a forked worker lets go of them, or it would hold the lock of a killed parent
+_LOCKS: set[IO[str]] = set()
+
+
+def _let_go() -> None:
+    for lock in _LOCKS:
+        lock.close()
+    _LOCKS.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 @dataclass
@@ -58,7 +70,7 @@ class RunFolder:
         self.versions: dict[int, int] = {}
         #: client states that only the checkpoint before the newest refers to
         self._stale: list[Path] = []
-        self._lock: Any = None
+        self._lock: IO[str] | None = None
 
     # creating and opening --------------------------------------------------------------------
     @staticmethod
@@ -90,15 +102,18 @@ class RunFolder:
 
     def _take_lock(self) -> None:
         self._lock = open(self.path / "lock", "w")  # noqa: SIM115 - held until close
+        _LOCKS.add(self._lock)
         if fcntl is None:
             return
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.close()
             raise EverfedError(f"{self.path} is being run by another process") from None
 
     def close(self) -> None:
         if self._lock:
+            _LOCKS.discard(self._lock)
             self._lock.close()
 
     def config(self) -> dict[str, Any]:
