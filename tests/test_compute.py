@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import everfed as ef
-from everfed.compute import DenseCompute, ModuleCompute, Objective, choose
+from everfed.compute import ModuleCompute, Objective, SequenceCompute, choose, layers_of
 from everfed.compute.base import cross_entropy
 from everfed.curvature import hutchinson
 from everfed.local import Local, Optimiser
@@ -24,6 +24,12 @@ def net(act=nn.ReLU) -> nn.Sequential:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(6, 5), act(), nn.Linear(5, 4, bias=False), act(), nn.Linear(4, 3)
     )
+
+
+def written(module, sample) -> SequenceCompute:
+    layers = layers_of(module, sample)
+    assert layers is not None
+    return SequenceCompute(module, CPU, layers)
 
 
 def batch(clients: int, size: int, seed: int = 0):
@@ -48,7 +54,7 @@ def explicit(module, w, x, y, scale) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["closed", "autograd"])
 def test_batched_gradients_are_autograds(act, kind):
     module = net(act)
-    compute = DenseCompute(module, CPU)
+    compute = written(module, torch.zeros(1, 2, 3))
     w = compute.space(4)
     w.copy_(compute.weights() + 0.1 * torch.randn(4, compute.layout.d))
     x, y, scale = batch(4, 7)
@@ -73,9 +79,11 @@ def test_module_gradients_are_autograds():
     torch.testing.assert_close(g[0], explicit(net(), w, x[0], y[0], scale[0]))
 
 
-@pytest.mark.parametrize("make", [DenseCompute, lambda m, d: ModuleCompute(m, d, "float32")])
-def test_fisher_is_the_mean_of_per_sample_squares(make):
-    compute = make(net(), CPU)
+@pytest.mark.parametrize("kind", ["written", "module"])
+def test_fisher_is_the_mean_of_per_sample_squares(kind):
+    compute = ModuleCompute(net(), CPU, "float32")
+    if kind == "written":
+        compute = written(net(), torch.zeros(1, 2, 3))
     x, y, scale = batch(1, 6)
     w = compute.weights().unsqueeze(0)
     expected = sum(
@@ -106,19 +114,71 @@ def test_hutchinson_estimates_the_exact_hessian_diagonal():
     assert ((got - exact).abs() < 5 * deviation + 1e-12).all()
 
 
-def test_only_suitable_models_are_batched():
-    flat = torch.zeros(6)
-    assert DenseCompute.fits(nn.Sequential(nn.Linear(6, 2)), flat)
-    assert DenseCompute.fits(net(), torch.zeros(1, 2, 3))
-    for module in (
-        nn.Linear(6, 2),
-        nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
-        nn.Sequential(nn.Linear(6, 4), nn.Dropout(), nn.Linear(4, 2)),
-        nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Tanh(), nn.Linear(4, 2)),
-        nn.Sequential(nn.Linear(6, 2)).requires_grad_(False),
+IMAGES = [
+    (ef.models.lenet(1, 28, 10)(), (1, 28, 28)),
+    (ef.models.cnn(3, 12, 10, 4)(), (3, 12, 12)),
+    # odd sizes, stride, no bias, many channels, another activation, pooling after it
+    (nn.Sequential(nn.Conv2d(2, 7, 3, stride=2, padding=1, bias=False), nn.Tanh(), nn.MaxPool2d(2),
+                   nn.Conv2d(7, 5, (2, 3), padding=(0, 1)), nn.ReLU(), nn.MaxPool2d((2, 2), (2, 2)),
+                   nn.Conv2d(5, 3, 1, stride=1), nn.Flatten(), nn.Linear(3 * 2 * 2, 10)), (2, 21, 22)),
+    (nn.Sequential(nn.Conv2d(6, 4, 3, stride=2), nn.Sigmoid(), nn.Flatten(),
+                   nn.Linear(4 * 4 * 4, 10, bias=False)), (6, 9, 9)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "shape"), IMAGES, ids=["lenet", "cnn", "odd", "strided"])
+@pytest.mark.parametrize("kind", ["random", "ties"])
+def test_written_out_convolutions_are_autograds(module, shape, kind):
+    """Also where pooling windows hold equal values: constant patches of real images."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 8, *shape, generator=g)
+    if kind == "ties":
+        x = (x > 1).float()
+    y = torch.randint(0, 10, (1, 8), generator=g)
+    scale = torch.full((1, 8), 1 / 8)
+    compute = written(module, x[0, 0])
+    w = compute.space(1)
+    w.copy_(compute.weights())
+    got, _ = compute.grad(w, x, y, scale, Objective())
+    expected = explicit(module, w[0], x[0], y[0], scale[0])
+    assert float((got[0] - expected).norm() / expected.norm()) < 1e-5
+    torch.testing.assert_close(compute.logits(w[0], x[0]), module(x[0]), rtol=1e-4, atol=1e-5)
+    before = w.clone()
+    compute.descend(w, x, y, scale, Objective(), 0.1)
+    torch.testing.assert_close(w, before - 0.1 * expected, rtol=1e-4, atol=1e-5)
+    plain = ModuleCompute(module, CPU, "float32")
+    ones = torch.ones(1, 8)
+    torch.testing.assert_close(
+        compute.fisher(before, x, y, ones, Objective()),
+        plain.fisher(before, x, y, ones, Objective()), rtol=1e-4, atol=1e-6,
+    )  # fmt: skip
+    torch.testing.assert_close(
+        compute.features(before[0], x[0]), plain.features(before[0], x[0]), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_only_known_sequences_are_written_out():
+    flat, image = torch.zeros(6), torch.zeros(1, 8, 8)
+    assert layers_of(nn.Sequential(nn.Linear(6, 2)), flat)
+    assert layers_of(net(), torch.zeros(1, 2, 3))
+    conv = nn.Conv2d(1, 2, 3)
+    for module, sample in (
+        (nn.Linear(6, 2), flat),
+        (nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), flat),
+        (nn.Sequential(nn.Linear(6, 4), nn.Dropout(), nn.Linear(4, 2)), flat),
+        (nn.Sequential(nn.Linear(6, 2)).requires_grad_(False), flat),
+        (nn.Sequential(nn.Linear(3, 2)), torch.zeros(2, 3)),
+        (nn.Sequential(nn.Linear(8, 2)), image),
+        (nn.Sequential(conv, nn.MaxPool2d(3), nn.Flatten(), nn.Linear(8, 2)), image),
+        (
+            nn.Sequential(conv, nn.MaxPool2d(2, ceil_mode=True), nn.Flatten(), nn.Linear(18, 2)),
+            image,
+        ),
+        (nn.Sequential(nn.Conv2d(1, 2, 3, dilation=2), nn.Flatten(), nn.Linear(32, 2)), image),
+        (nn.Sequential(nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten(), nn.Linear(128, 2)), image),
+        (nn.Sequential(nn.Flatten(0), nn.Linear(6, 2)), flat),
     ):
-        assert not DenseCompute.fits(module, flat)
-    assert not DenseCompute.fits(nn.Sequential(nn.Linear(3, 2)), torch.zeros(2, 3))
+        assert layers_of(module, sample) is None
 
 
 OPTIMISERS = [

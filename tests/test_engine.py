@@ -231,7 +231,7 @@ def test_the_engine_says_what_it_chose(digits):
 def test_large_cohorts_go_through_in_groups(digits, monkeypatch):
     """Grouping changes memory, not results."""
     whole = ef.run(ef.methods.fedavg(), static(digits, 2, 30), ef.models.mlp(64, 10), **FAST)
-    monkeypatch.setattr("everfed.compute.dense.ROOM", 650 * 4)
+    monkeypatch.setattr("everfed.compute.sequence.ROOM", 650 * 4)
     cut = ef.run(ef.methods.fedavg(), static(digits, 2, 30), ef.models.mlp(64, 10), **FAST)
     assert float((whole.vector - cut.vector).norm() / whole.vector.norm()) < 1e-5
 

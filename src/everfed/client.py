@@ -294,7 +294,7 @@ class ClientProgram:
         w = self.compute.space(len(jobs))
         w.copy_(ask.start)
         self.compute.load_buffers(ask.buffers)
-        torch.manual_seed(torch_seed(self.seed, "training", ask.round, jobs[0].client))
+        self.compute.seed(torch_seed(self.seed, "training", ask.round, jobs[0].client))
         losses = self._descend(ask, phase, w, plans, planned[0][2])
         phase.first(len(jobs))
         return self._finish(ask, phase, w, losses)

@@ -130,7 +130,7 @@ def run(
     settings = local or Local()
     stream = stream.seeded(seed)
     _check(method, stream, settings, sample, seed, test_every, workers)
-    with _surroundings():
+    with surroundings():
         compute = _compute(model, stream, seed, precision, grouping, device)
         _check_labels(compute, stream, loss)
         data = stream.data.to(compute.device, compute.dtype)
@@ -321,7 +321,7 @@ def _place_like(value: Tensor, w: Tensor) -> Tensor:
 
 
 @contextmanager
-def _surroundings() -> Iterator[None]:
+def surroundings() -> Iterator[None]:
     """One torch thread a worker, and torch's global generator as it was afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,7 +1,8 @@
-"""How gradients are computed: one module by autograd, or many small dense ones as matrices."""
+"""How gradients are computed: any module by autograd, or sequences of known layers written out."""
 
 from everfed.compute.base import Compute, Objective, choose
-from everfed.compute.dense import DenseCompute
+from everfed.compute.layers import layers_of
 from everfed.compute.module import ModuleCompute
+from everfed.compute.sequence import SequenceCompute
 
-__all__ = ["Compute", "DenseCompute", "ModuleCompute", "Objective", "choose"]
+__all__ = ["Compute", "ModuleCompute", "Objective", "SequenceCompute", "choose", "layers_of"]

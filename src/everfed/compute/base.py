@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from everfed.curvature import sample_gradients
 from everfed.errors import EverfedError
 from everfed.vector import Layout, load
 
@@ -78,6 +79,9 @@ class Compute(ABC):
     def load_buffers(self, buffers: Tensor) -> None:
         load(self.module, self.buffer_layout, buffers)
 
+    def seed(self, value: int) -> None:  # noqa: B027 - most have nothing random
+        """Make what is random in the module (dropout) a function of `value`."""
+
     @abstractmethod
     def space(self, clients: int) -> Tensor:
         """Room for that many models, (clients, d), where gradients are cheapest."""
@@ -102,6 +106,20 @@ class Compute(ABC):
     ) -> Tensor:
         """sum over samples of scale * squared per-sample gradient, (clients, d)."""
 
+    def fisher_by_samples(
+        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+    ) -> Tensor:
+        """The same for any module and a single client, from its per-sample gradients."""
+        self.module.eval()
+        vector = w.reshape(-1)
+        total = torch.zeros_like(vector)
+        chunk = max(1, 2**24 // self.layout.d)
+        for k in range(0, x.shape[1], chunk):
+            piece = slice(k, k + chunk)
+            grads = sample_gradients(self, vector, x[0, piece], y[0, piece], objective)
+            total += scale[0, piece].to(total) @ grads.square()
+        return total.unsqueeze(0)
+
     @abstractmethod
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
         """Outputs without gradient, in evaluation mode: (d,) and (batch, ...) -> (batch, ...)."""
@@ -115,15 +133,18 @@ def choose(
     module: nn.Module, sample: Tensor, device: torch.device, precision: str, grouping: str
 ) -> Compute:
     """The fastest way of computing that fits the module."""
-    from everfed.compute.dense import DenseCompute
+    from everfed.compute.layers import layers_of
     from everfed.compute.module import ModuleCompute
+    from everfed.compute.sequence import SequenceCompute
 
-    fits = DenseCompute.fits(module, sample) and precision == "float32"
-    if grouping == "batched" and not fits:
+    layers = layers_of(module, sample) if precision == "float32" else None
+    if layers is not None and grouping != "single":
+        written = SequenceCompute(module, device, layers)
+        if written.width > 1 or grouping == "auto":
+            return written
+    if grouping == "batched":
         raise EverfedError(
             "grouping = 'batched' is for nn.Sequential models of Linear, Flatten and ReLU, Tanh or "
             "Sigmoid in float32; use grouping = 'auto'"
         )
-    if fits and grouping != "single":
-        return DenseCompute(module, device)
     return ModuleCompute(module, device, precision)
