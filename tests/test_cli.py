@@ -50,6 +50,9 @@ MISTAKES = [
     ({"methods": {"ewk": {}}}, "methods.ewk.name: no 'ewk'; did you mean 'ewc'?"),
     ({"workers": 0}, "workers should be greater than 0 or 'auto', not 0"),
     ({"method": {"name": "scaffold"}, "local": {"momentum": 0.9}}, "SCAFFOLD's option 2"),
+    ({"local": {"nesterov": True}}, "local.nesterov needs local.momentum"),
+    ({"local": {"lr": float("inf")}}, "local.lr should be a finite number"),
+    ({"compare": {"seeds": [0, 0]}}, "compare.seeds has 0 twice"),
 ]  # fmt: skip
 
 
@@ -72,6 +75,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     assert "Did you mean 'run'" in everfed("runn", expect=2).stderr
     assert "data_dir" in everfed("run", "--set", "data.name=mnist", cwd=tmp_path, expect=2,
                                  EVERFED_DATA="").stderr  # fmt: skip
+    for change in ("stream.alpha=-1", "stream.clients=5000", "data.domains=[]", "stream.rounds=0"):
+        everfed("run", "--set", change, cwd=tmp_path, expect=2)
+    assert "methods.NAME.lam" in everfed("compare", "--set", "method.lam=1", expect=2).stderr
     assert not (tmp_path / "runs").exists()  # nothing was begun
 
 
@@ -94,7 +100,7 @@ def test_methods_add_up_in_a_configuration():
     section = {"name": "special", "lam": 0.1, "plus": [{"name": "fedprox", "mu": 0.3}]}
     method, _ = configs.method_of(section, configs.parse({"method": section}))
     assert method.name == "special+fedprox"
-    assert [type(part).__name__ for part in method.parts] == ["ServerRate", "Anchor", "Prox"]
+    assert [type(part).__name__ for part in method.parts] == ["Prox", "ServerRate", "Anchor"]
 
 
 def test_local_settings_of_one_method():
@@ -191,13 +197,40 @@ def test_measures_by_hand():
     assert (s.bwt, s.forgetting, s.worst_drop) == pytest.approx((-0.125, 0.125, -0.3))
 
 
-def test_rounds_to_best_counts_within_tasks():
+def test_rounds_to_best_counts_rounds_within_tasks():
+    """Two tasks of four rounds: 2 + 4; tested every second round only, 2 + 4 again."""
     records = [
-        {"round": t, "task": k, "metric": "accuracy", "on": k, "value": v}
+        {"round": 4 * k + t, "task": k, "metric": "accuracy", "on": k, "value": v}
         for k, curve in enumerate([(0.5, 0.7, 0.7, 0.6), (0.2, 0.4, 0.3, 0.5)])
         for t, v in enumerate(curve)
     ]
     assert summarise(records).rounds_to_best == 6
+    rare = [r for r in records if r["round"] % 2]
+    rare += [{"round": t, "task": t // 4, "metric": "seconds", "value": 1.0} for t in range(8)]
+    assert summarise(rare).rounds_to_best == 6
+
+
+def test_unfinished_class_streams_are_shown(tmp_path):
+    """Class orders differ between seeds and a run may have ended in its first task."""
+    classes = ["--set", "stream.name=classes", "--set", "stream.rounds=1", "--set", "sample=2"]
+    more = ["--set", "data.domains=['plain']", "-m", "fedavg", "-s", "0,1", "--folder", "all"]
+    everfed("compare", *classes, *more, cwd=tmp_path)
+    assert (tmp_path / "all" / "figure.png").exists()
+    path = tmp_path / "all" / "fedavg-seed0" / "records.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:4]) + '{"half')
+    shown = everfed("show", tmp_path / "all").stdout
+    assert "skipped 1 half-written" in shown
+    path.unlink()
+    assert "cannot be read" in everfed("show", tmp_path / "all", expect=1).stderr
+
+
+def test_infinity_survives_a_resume(tmp_path):
+    change = ["--set", "stream.alpha=inf", "--set", "stream.rounds=1"]
+    everfed("run", *change, "--folder", tmp_path / "a")
+    everfed("resume", tmp_path / "a")
+    more = ["-m", "cflag", "-s", "0", "--set", "methods.cflag.clip=inf"]
+    everfed("compare", *change, *more, "--folder", tmp_path / "b")
+    everfed("resume", tmp_path / "b")
 
 
 # examples -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 import everfed as ef
 import reference
 from conformance import ROWS
-from everfed.local import Local, batches, cut
+from everfed.local import Local, batches
 from everfed.method import Method
 from everfed.round import draw_cohort
 from quadratics import Game
@@ -90,9 +90,8 @@ def test_iag_equals_the_reference(adaptive):
 
     def picks(t: int, i: int) -> list[int]:
         ids = game.stream.samples(i, t)
-        pieces = cut(ids, local, 0, t, i)
-        drawn = batches(ids, local, 0, t, i, components=True)[1]
-        return [int(np.flatnonzero(ids == pieces[j][0])[0]) for j in drawn[1:]]
+        plan = batches(ids, local, 0, t, i, components=True)
+        return [int(np.flatnonzero(ids == step[0])[0]) for step in plan.steps[1:]]
 
     drawn = [
         [[picks(k * rounds + r, i) for i in range(4)] for r in range(rounds)] for k in range(2)
@@ -207,6 +206,8 @@ PAIRS = [
     (ef.methods.ewc(1.0), ef.methods.fedadam()),
     (ef.methods.cfl_regularization(), ef.methods.fedavgm()),
     (ef.methods.lwf(), ef.methods.fednova()),
+    (ef.methods.cfl_coreset(20), ef.methods.fedtrack()),
+    (ef.methods.special_c(0.2), ef.methods.fedtrack(iag=False)),
 ]
 
 

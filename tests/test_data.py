@@ -153,7 +153,7 @@ BAD = [
     (lambda: ef.streams.classes(ef.data.digits(["plain"]), tasks=3), "3 equal tasks"),
     (lambda: ef.streams.static(ef.data.digits(["plain"]), clients=0), "clients must be at least 1"),
     (lambda: ef.streams.static(ef.data.arrays(np.zeros((2, 2)), [0, 1]), clients=3).samples(0, 0),
-     "2 samples cannot be split over 3"),
+     "2 samples of task 'all' cannot be split over 3"),
     (lambda: split(np.zeros(5, int), 2, -1.0, 0), "alpha must be above 0"),
 ]  # fmt: skip
 
@@ -237,6 +237,20 @@ def test_npz_files(tmp_path):
     (tmp_path / "c.npz").write_bytes((tmp_path / "a.npz").read_bytes()[:200])
     with pytest.raises(EverfedError, match=r"not a whole \.npz"):
         ef.data.npz("c.npz", tmp_path)
+    np.save(tmp_path / "d.npy", x)
+    with pytest.raises(EverfedError, match="single array"):
+        ef.data.npz("d.npy", tmp_path)
+    np.savez(tmp_path / "e.npz", x=x, y=y[:-1])
+    with pytest.raises(EverfedError, match="one entry a sample"):
+        ef.data.npz("e.npz", tmp_path)
+    np.savez(tmp_path / "f.npz", x=x, y=y.astype(str))
+    with pytest.raises(EverfedError, match="must be numbers"):
+        ef.data.npz("f.npz", tmp_path)
+
+
+def test_half_precision_images_are_not_taken_for_nan():
+    data = ef.data.arrays(np.full((3, 9000), 60.0, np.float16), [0, 1, 2])
+    assert data.x.dtype == torch.float32
 
 
 def test_a_federation_of_natural_writers(data_dir):

@@ -46,7 +46,7 @@ def test_bad_updates_are_dropped_and_counted(digits, value, workers):
     )
     assert result.summary.dropped_updates == 3
     assert torch.isfinite(result.vector).all()
-    assert any("client 1" in note for note in result.notes)
+    assert any("client 1" in text for text in result.warnings)
 
 
 def test_means_are_over_those_that_remain(digits):
@@ -74,7 +74,7 @@ def test_a_round_without_usable_updates_changes_nothing(digits):
     )
     assert result.summary.lost_rounds == 3
     assert torch.equal(result.vector, start.vector)
-    assert any("stays as it was" in note for note in result.notes)
+    assert any("stays as it was" in text for text in result.warnings)
 
 
 def test_wrong_shapes_are_dropped():
@@ -195,7 +195,7 @@ def test_fewer_online_than_sampled(digits):
     result = ef.run(ef.methods.fedavg(), Night(digits), ef.models.mlp(64, 10), sample=2, **FAST)
     assert [r["value"] for r in result.records if r["metric"] == "clients"] == [2, 1]
     assert result.summary.lost_rounds == 1
-    assert any("no client was online" in note for note in result.notes)
+    assert any("no client was online" in text for text in result.warnings)
 
 
 MISTAKES = [
@@ -211,6 +211,19 @@ MISTAKES = [
                       ef.models.mlp(64, 10)), "no layer 'fc'"),
     (lambda d: ef.run(ef.methods.fedavg(), static(d), Normed, grouping="batched"), "grouping"),
     (lambda d: ef.Method("fedavg"), "not a Part"),
+    (lambda d: ef.run("fedavg", static(d), ef.models.mlp(64, 10)), "must be a Method"),
+    (lambda d: ef.run(ef.methods.fedavg(), d, ef.models.mlp(64, 10)), "must be a Stream"),
+    (lambda d: ef.run(ef.methods.fedavg(), static(d), ef.models.mlp(64, 10), sample=2.5), "sample"),
+    (lambda d: ef.run(ef.methods.fedavg(), static(d), ef.models.mlp(64, 10), seed=None), "seed"),
+    (lambda d: ef.run(ef.methods.fedavg(), static(d), ef.models.mlp(64, 10), precision="half"),
+     "precision must be one of float32, bf16"),
+    (lambda d: ef.run(ef.methods.fedavg(), static(d), ef.models.mlp(64, 10), grouping="batch"),
+     "grouping must be one of"),
+    (lambda d: ef.run(ef.methods.fedavg(), static(d), ef.models.mlp(64, 10),
+                      loss=lambda z, y: z.mean()), "one number a sample"),
+    (lambda d: ef.methods.fedprox(0.1) + ef.methods.fednova(), "fednova\\(mu=0.1\\)"),
+    (lambda d: ef.run(ef.methods.fedavg(), ef.streams.classes(ef.data.digits(["plain"])),
+                      ef.models.mlp(64, 12)), "one output a class, 10"),
     (lambda d: ef.Local(nesterov=True), "momentum"),
 ]  # fmt: skip
 
@@ -292,3 +305,185 @@ def test_runs_leave_torch_as_it_was(digits):
     assert torch.get_num_threads() == 2
     assert torch.equal(torch.rand(3), expected)
     torch.set_num_threads(1)
+
+
+# found by review --------------------------------------------------------------------------------
+def test_a_module_that_stands_twice_runs_twice(digits):
+    """named_children() leaves out repeats: the second use of one ReLU would be lost."""
+    torch.manual_seed(0)
+    act = nn.ReLU()
+    module = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 16), act, nn.Linear(16, 16), act, nn.Linear(16, 10)
+    )
+    both = [
+        ef.run(ef.methods.fedavg(), static(digits), module, grouping=grouping, **FAST)
+        for grouping in ("auto", "single")
+    ]
+    assert "batched" in both[0].engine
+    assert float((both[0].vector - both[1].vector).norm() / both[1].vector.norm()) < 1e-5
+    shared = nn.Linear(16, 16)
+    tied = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), shared, shared, nn.Linear(16, 10))
+    result = ef.run(ef.methods.fedavg(), static(digits), tied, **FAST)
+    assert "one client at a time" in result.engine
+
+
+@pytest.mark.parametrize("name", ["fedtrack", "cflag", "fedavg", "mimelite"])
+def test_dropout_is_the_same_on_any_number_of_workers(digits, name):
+    stream = ef.streams.domains(digits, clients=4, alpha=1.0, rounds=2)
+    method = ef.methods.METHODS[name].build()
+    one, two = (
+        ef.run(method, stream, Normed, local=ef.Local(lr=0.02), workers=workers)
+        for workers in (1, 2)
+    )
+    assert float((one.vector - two.vector).norm() / one.vector.norm()) < 1e-5
+
+
+def test_counting_buffers_do_not_leak_between_clients(digits):
+    class Cumulative(Normed):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(12, momentum=None)
+
+    one, two = (
+        ef.run(ef.methods.fedavg(), static(digits), Cumulative, **(FAST | {"workers": workers}))
+        for workers in (1, 2)
+    )
+    torch.testing.assert_close(one.model.norm.running_mean, two.model.norm.running_mean)
+
+
+@pytest.mark.parametrize("other", ["ewc", "lwf"])
+def test_replay_beside_methods_of_the_new_slice(other):
+    """A replayed sample of an old class competes with all classes seen; losses stay finite."""
+    stream = ef.streams.classes(ef.data.digits(["plain"]), tasks=5, clients=3, rounds=3)
+    options = {"local": ef.Local(lr=0.1, epochs=2), "workers": 1}
+    model = ef.models.mlp(64, 32, 10)
+    alone = ef.run(ef.methods.cfl_coreset(30), stream, model, **options)
+    added = ef.methods.METHODS[other].build(lam=1.0)
+    both = ef.run(ef.methods.cfl_coreset(30) + added, stream, model, **options)
+    assert both.acc > alone.acc - 0.15
+    for result in (alone, both):
+        assert all(r["value"] is not None for r in result.records)
+
+
+def test_labels_in_a_column_and_single_outputs():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(200, 4)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(int)
+    options = {"local": ef.Local(lr=0.3, epochs=4), "workers": 1}
+
+    def go(labels, outputs, **more):
+        stream = ef.streams.static(ef.data.arrays(x, labels), clients=2, rounds=4)
+        return ef.run(ef.methods.fedavg(), stream, ef.models.mlp(4, outputs), **options, **more)
+
+    assert go(y[:, None], 2).acc == go(y, 2).acc > 0.9
+
+    def logistic(z, t):
+        return nn.functional.binary_cross_entropy_with_logits(z[:, 0], t.float(), reduction="none")
+
+    single = go(y, 1, loss=logistic)
+    assert not any(r["metric"] == "accuracy" for r in single.records)
+    losses = [r["value"] for r in single.records if r["metric"] == "loss"]
+    assert losses[-1] < losses[0]
+
+
+def test_a_bad_probe_drops_the_client(digits):
+    @dataclass(frozen=True)
+    class BadProbe(ef.methods.Track):
+        bad: tuple[int, ...] = (1,)
+
+        def probe(self, w, c):
+            up, mine = super().probe(w, c)
+            return ({"g": up["g"] * torch.nan} if c.client in self.bad else up), mine
+
+    result = ef.run(ef.Method(BadProbe()), static(digits), ef.models.mlp(64, 10), **FAST)
+    assert result.summary.dropped_updates == 3
+    assert result.summary.lost_rounds == 0
+    none = ef.run(
+        ef.Method(BadProbe(bad=(0, 1, 2, 3))), static(digits), ef.models.mlp(64, 10), **FAST
+    )
+    assert none.summary.lost_rounds == 3
+
+
+def test_a_step_that_overflows_is_kept_out_of_the_folder(digits, tmp_path):
+    options = FAST | {"folder": tmp_path, "checkpoint_seconds": 0}
+    method = ef.methods.scaffold() + ef.Method(ef.methods.ServerRate(1e39))
+    result = ef.run(method, static(digits), ef.models.mlp(64, 10), **options)
+    assert result.summary.lost_rounds == 3
+    assert any("smaller learning rate" in text for text in result.warnings)
+
+
+def test_replay_and_aggregated_gradients_share_their_pieces(digits):
+    """The table of IAG has a piece for every batch, replayed samples included."""
+    stream = ef.streams.domains(digits, clients=3, alpha=None, rounds=3)
+    method = ef.methods.cfl_coreset(50) + ef.methods.fedtrack()
+    local = ef.Local(lr=0.2, epochs=3)
+    result = ef.run(method, stream, ef.models.mlp(64, 16, 10), local=local, workers=1)
+    assert result.acc > 0.5
+
+
+def test_the_order_of_addition_does_not_matter(digits):
+    """Stages decide: normalised updates are scaled, optimised and anchored in that order."""
+    parts = [ef.methods.special(0.1), ef.methods.fednova(), ef.methods.fedavgm(0.5)]
+    a, b, c = (ef.Method(*m.parts, average="samples") for m in parts)
+    names = [[type(p).__name__ for p in (x + y + z).parts] for x, y, z in ((a, b, c), (c, b, a))]
+    assert names[0] == names[1] == ["Nova", "ServerRate", "ServerMomentum", "Anchor"]
+
+
+def test_streams_are_checked(digits):
+    class Mask(Odd):
+        def samples(self, client, round_):
+            return np.ones(len(self.data.train), dtype=bool)
+
+    class Outside(Odd):
+        def samples(self, client, round_):
+            return np.array([0, 10**7])
+
+    class Untested(Odd):
+        def test(self, task):
+            return self.data.test[:0]
+
+    class Headed(Odd):
+        head = "class"
+
+    for stream, words in (
+        (Mask, "must give indices"),
+        (Outside, "indices from 0 to 10000000"),
+        (Untested, "no test samples"),
+        (Headed, "give task_classes"),
+    ):
+        with pytest.raises(EverfedError, match=words):
+            ef.run(ef.methods.fedavg(), stream(digits), ef.models.mlp(64, 10), **FAST)
+
+
+def test_an_upload_without_a_reduction_is_named(digits):
+    @dataclass(frozen=True)
+    class Loose(ef.Part):
+        def finish(self, update, w, c):
+            return update, {"norm": ef.sq(update)}, {}
+
+    with pytest.raises(EverfedError, match="Loose uploads 'norm'"):
+        ef.run(ef.Method(Loose()), static(digits), ef.models.mlp(64, 10), **FAST)
+
+
+def test_sequences_of_tokens():
+    """Whole-number inputs, a label for every position, a memory of samples without classes."""
+    random = np.random.default_rng(0)
+    x = random.integers(0, 9, (120, 6))
+    data = ef.data.arrays(x, (x + 1) % 9, client=np.arange(120) % 4, task=np.arange(120) // 60)
+
+    class Next(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Embedding(9, 16), nn.Linear(16, 9)
+
+        def forward(self, tokens):
+            return self.out(self.embed(tokens))
+
+    for name in ("fedavg", "cflag", "cfl_coreset"):
+        result = ef.run(
+            ef.methods.METHODS[name].build(), ef.streams.given(data, rounds=6), Next,
+            local=ef.Local(lr=0.19, epochs=4, batch=8), workers=1,
+        )  # fmt: skip
+        assert result.acc > 0.4
+    with pytest.raises(EverfedError, match="no classes to skew"):
+        ef.streams.static(data)

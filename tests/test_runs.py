@@ -99,6 +99,41 @@ def test_a_damaged_checkpoint_falls_back(digits, tmp_path, damage, what):
     assert timeless(again.records) == timeless(whole.records)
 
 
+def test_fallback_after_two_saves_in_one_round(digits, tmp_path):
+    """The last round is saved by the clock and at the end: the older checkpoint stays whole."""
+    run(ef.methods.scaffold(), digits, folder=tmp_path, checkpoint_seconds=0)
+    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    newest.write_bytes(newest.read_bytes()[:-10])
+    again = run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True)
+    assert len(again.notes) == 1
+    assert "00000006" in again.notes[0]
+    assert torch.equal(again.vector, run(ef.methods.scaffold(), digits).vector)
+    assert newest.with_suffix(".damaged").exists()  # set aside, not thrown away
+
+
+def test_looking_changes_nothing(digits, tmp_path):
+    stopped_half_way(digits, tmp_path)
+    before = sorted((p.name, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+    assert not RunFolder(tmp_path).done()
+    assert sorted((p.name, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
+
+
+def test_other_data_or_workers_are_noticed(digits, tmp_path):
+    stopped_half_way(digits, tmp_path)
+    other = ef.data.digits(["plain", "inverted"])
+    other.y[:50] = 0
+    with pytest.raises(EverfedError, match="another data"):
+        run(ef.methods.scaffold(), other, folder=tmp_path, resume=True)
+    again = run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True, workers=2)
+    assert "begun with 1 worker" in again.notes[0]
+
+
+def test_a_foreign_folder_is_refused(digits, tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(EverfedError, match="holds other files"):
+        run(ef.methods.fedavg(), digits, folder=tmp_path)
+
+
 def test_without_any_whole_checkpoint_it_starts_again(digits, tmp_path):
     for path in stopped_half_way(digits, tmp_path):
         path.write_bytes(b"nonsense")

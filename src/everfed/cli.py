@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,6 +91,9 @@ def compare(
     from everfed import config as configs
 
     more = list(changes or [])
+    for change in more:
+        if change.startswith("method."):
+            raise configs.ConfigError(f"compare has no single method: use methods.NAME{change[6:]}")
     if methods:
         more.append(f"compare.methods={[m.strip() for m in methods.split(',')]}")
     if seeds:
@@ -124,8 +127,7 @@ def resume(
     made = configs.experiment(configs.parse(kept))
     with _bars() as bars:
         finished = made.go(folder=folder, resume=True, on_round=_follow(bars, made.method.name))
-    for note in finished.notes:
-        err.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    _notes(finished.notes)
     _show([folder])
 
 
@@ -224,8 +226,14 @@ def _run_all(settings: Any, folder: Path, jobs: int | None) -> None:
                 own[entry.name] = bars.add_task(entry.name, total=progress.rounds, state="")
             bars.update(own[entry.name], completed=progress.round, state=_state(progress))
 
-        comparing.run_all(settings, folder, jobs, listener)
+        notes = comparing.run_all(settings, folder, jobs, listener)
+    _notes(notes)
     _show([folder])
+
+
+def _notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        err.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(paths: list[Path]) -> None:
@@ -251,10 +259,16 @@ def _show(paths: list[Path]) -> None:
 def _figure(runs: dict[str, list[Loaded]], folder: Path) -> None:
     from everfed.report.figure import comparison
 
-    first = next(iter(runs.values()))[0].tasks
-    if any(r.tasks != first for own in runs.values() for r in own):
+    tasks = next(iter(runs.values()))[0].tasks
+    everyone = [r for own in runs.values() for r in own]
+    if any(len(r.tasks) != len(tasks) for r in everyone):
         out.print("no figure: the runs are on different tasks")
         return
+    if not any(r["metric"] == "accuracy" for run_ in everyone for r in run_.records):
+        out.print("no figure: accuracy was not measured")
+        return
+    if any(r.tasks != tasks for r in everyone):  # a class order of its own for every seed
+        tasks = [""] * len(tasks)
     path = folder / "figure.png"
-    comparison({m: [r.records for r in own] for m, own in runs.items()}, first, path)
+    comparison({m: [r.records for r in own] for m, own in runs.items()}, tasks, path)
     out.print(f"runs: {folder}\nfigure: {path}", highlight=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from everfed.compute import Compute, Objective
 from everfed.compute.base import LossFunction, cross_entropy
 from everfed.data.table import Data
 from everfed.errors import EverfedError
-from everfed.local import Local, Optimiser, batches
+from everfed.local import Local, Optimiser, Plan, batches
 from everfed.method import Context, Method, State
 from everfed.reduce import Uploads
 from everfed.streams.stream import Stream
@@ -54,6 +54,8 @@ class Job:
     client: int
     ids: np.ndarray
     mine: list[State]
+    #: what it trains on: its samples and what is replayed
+    trains_on: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Phase(Context):
     scratches: list[dict[str, Any]] = field(default_factory=list)
     step: int = 0
     component: int = 0
+    pieces: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         p, rows = self.program, len(self.jobs)
@@ -162,20 +165,20 @@ class Phase(Context):
     def _over(self, w: Tensor, ids: np.ndarray | None, what: Callable[..., Tensor]) -> Tensor:
         """The mean over each client's samples of what `compute` gives for a slice of them."""
         p = self.program
-        held = [job.ids for job in self.jobs] if ids is None else [ids]
+        held = [job.trains_on for job in self.jobs] if ids is None else [ids]
         rows = w.reshape(-1, self.layout.d).expand(len(held), -1)
         widest = max(map(len, held))
         table = np.zeros((len(held), widest), dtype=np.int64)
         scale = torch.zeros(len(held), widest)
         for row, own in enumerate(held):
+            table[row] = own[0]  # padding is a sample of one's own, with weight 0
             table[row, : len(own)] = own
             scale[row, : len(own)] = 1 / len(own)
-        buffers = p.compute.read_buffers()
         total = torch.zeros(len(held), self.layout.d, device=w.device, dtype=w.dtype)
-        for k in range(0, widest, SLICE):
-            x, y = p.data.take(torch.from_numpy(table[:, k : k + SLICE]), w.dtype)
-            total += what(rows, x, y, scale[:, k : k + SLICE].to(w), p.objective(self.task))
-        p.compute.load_buffers(buffers)  # a measurement leaves running statistics alone
+        with p.compute.kept_buffers():  # a measurement leaves running statistics alone
+            for k in range(0, widest, SLICE):
+                x, y = p.data.take(torch.from_numpy(table[:, k : k + SLICE]), w.dtype)
+                total += what(rows, x, y, scale[:, k : k + SLICE].to(w), p.objective(self.task))
         return total[0] if self.alone else total
 
     def hutchinson(self, w: Tensor, probes: int) -> Tensor:
@@ -184,7 +187,7 @@ class Phase(Context):
         for row, (job, vector) in enumerate(zip(self.jobs, w, strict=True)):
             random = rng(self.seed, "hutchinson", self.round, job.client)
             signs = torch.from_numpy(random.integers(0, 2, (probes, self.layout.d)) * 2 - 1).to(w)
-            x, y = p.data.take(torch.from_numpy(job.ids), w.dtype)
+            x, y = p.data.take(torch.from_numpy(job.trains_on), w.dtype)
             objective = p.objective(self.task)
             out[row] = curvature.hutchinson(p.compute, vector.clone(), x, y, objective, signs)
         return out
@@ -198,7 +201,10 @@ class Phase(Context):
         return self.program.compute.features(w, x)
 
     def labels(self, ids: np.ndarray) -> np.ndarray:
-        out: np.ndarray = self.program.data.y[torch.from_numpy(ids)].cpu().numpy()
+        y = self.program.data.y
+        if y.is_floating_point() or y.dim() > 1:
+            return np.zeros(len(ids), dtype=np.int64)
+        out: np.ndarray = y[torch.from_numpy(ids)].cpu().numpy()
         return out
 
 
@@ -222,28 +228,45 @@ class ClientProgram:
             for hook in ("data", "probe", "loss", "grad", "after", "finish", "remember", "close")
         }
 
-    def objective(self, task: int) -> Objective:
-        """The loss on current data alone."""
+    def objective(self, task: int, new: bool = True) -> Objective:
+        """The loss without what parts add; with `new`, among new classes only if a part says so."""
         if self.stream.head == "shared":
             return Objective(self.loss)
-        new = any(part.new_slice for part in self.method.parts)
-        return Objective(self.loss, lambda y: self.stream.mask(y, task, new))
+        slice_ = new and any(part.new_slice for part in self.method.parts)
+        return Objective(self.loss, lambda y: self.stream.mask(y, task, slice_))
 
     def job(self, client: int, round_: int, mine: list[State] | None, start: Tensor) -> Job:
         """A client's turn; a client that is met first gets its first state."""
         state = mine or [part.client_init(start) for part in self.method.parts]
-        return Job(client, np.asarray(self.stream.samples(client, round_)), state)
+        ids = np.asarray(self.stream.samples(client, round_))
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise EverfedError(
+                f"{type(self.stream).__name__}.samples must give indices of samples, and gave "
+                f"{ids.dtype} of shape {ids.shape} for client {client} in round {round_ + 1}"
+            )
+        ids = ids.astype(np.int64, copy=False)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < len(self.data.y):
+            raise EverfedError(
+                f"{type(self.stream).__name__}.samples gave indices from {ids.min()} to "
+                f"{ids.max()}, but there are {len(self.data.y)} samples"
+            )
+        return Job(client, ids, state, ids)
 
     def run(self, ask: Ask, jobs: list[Job]) -> Iterator[Reply]:
         """Answer for all these clients, in groups that fit."""
+        if ask.exchange != "close" and self.hooks["data"]:
+            jobs = [self._with_data(ask, job) for job in jobs]
         if ask.exchange != "train":
             for job in jobs:
                 yield self._exchange(ask, job)
             return
-        planned = [(job, *self._plan(ask, job)) for job in jobs]
-        planned.sort(key=lambda item: -len(item[1]))  # shorter phases drop out at the end
+        args = (self.local, self.seed, ask.round)
+        components = self.method.components
+        planned = [(job, batches(job.trains_on, *args, job.client, components)) for job in jobs]
+        planned.sort(key=lambda item: -len(item[1].steps))  # shorter phases drop out at the end
         for k in range(0, len(planned), self.width):
-            yield self._train(ask, planned[k : k + self.width])
+            group = planned[k : k + self.width]
+            yield self._train(ask, [job for job, _ in group], [plan for _, plan in group])
 
     def _hook(self, name: str, part: int, phase: Phase) -> Any:
         """A part's hook; an exception in it is named with the part, the clients and the round."""
@@ -264,12 +287,21 @@ class ClientProgram:
 
         return call
 
-    def _plan(self, ask: Ask, job: Job) -> tuple[list[np.ndarray], np.ndarray]:
+    def _named(self, part: int, uploads: State) -> Uploads:
+        """A part's uploads under the names they have on the wire."""
+        known = self.method.parts[part].reduces
+        for key in uploads:
+            if key not in known:
+                kind = type(self.method.parts[part]).__name__
+                raise EverfedError(f"{kind} uploads {key!r}, but its `reduces` does not say how")
+        return {f"{part}.{key}": value for key, value in uploads.items()}
+
+    def _with_data(self, ask: Ask, job: Job) -> Job:
+        """The job with all that the parts add to its data."""
         ids = job.ids
         for i in self.hooks["data"]:
             ids = self._hook("data", i, Phase(self, ask, [job], alone=True))(ids)
-        args = (self.local, self.seed, ask.round, job.client, self.method.components)
-        return batches(ids, *args)
+        return replace(job, trains_on=ids)
 
     def _exchange(self, ask: Ask, job: Job) -> Reply:
         """Probe or close, one client."""
@@ -277,31 +309,29 @@ class ClientProgram:
         w = self.compute.space(1)[0]
         w.copy_(ask.start)
         self.compute.load_buffers(ask.buffers)
+        self.compute.seed(torch_seed(self.seed, ask.exchange, ask.round, job.client))
         uploads: Uploads = {}
         mine = list(job.mine)
         for i in self.hooks[ask.exchange]:
             own, changes = self._hook(ask.exchange, i, phase)(w)
             mine[i] = mine[i] | changes
-            uploads |= {f"{i}.{key}": value.unsqueeze(0) for key, value in own.items()}
+            uploads |= self._named(i, {key: value.unsqueeze(0) for key, value in own.items()})
         return Reply([job], uploads, phase.weight[:, 0], [mine], torch.zeros(1))
 
-    def _train(self, ask: Ask, planned: list[tuple[Job, list[np.ndarray], np.ndarray]]) -> Reply:
-        jobs = [job for job, _, _ in planned]
-        plans = [plan for _, plan, _ in planned]
+    def _train(self, ask: Ask, jobs: list[Job], plans: list[Plan]) -> Reply:
         phase = Phase(self, ask, jobs)
-        phase.steps_all[:, 0] = torch.tensor([len(plan) for plan in plans])
-        phase.ends_all = _epoch_ends(plans, [picks for _, _, picks in planned])
+        phase.steps_all[:, 0] = torch.tensor([len(plan.steps) for plan in plans])
+        phase.ends_all = _epoch_ends(plans)
+        phase.pieces = plans[0].pieces
         w = self.compute.space(len(jobs))
         w.copy_(ask.start)
         self.compute.load_buffers(ask.buffers)
         self.compute.seed(torch_seed(self.seed, "training", ask.round, jobs[0].client))
-        losses = self._descend(ask, phase, w, plans, planned[0][2])
+        losses = self._descend(ask, phase, w, plans)
         phase.first(len(jobs))
         return self._finish(ask, phase, w, losses)
 
-    def _descend(
-        self, ask: Ask, phase: Phase, w: Tensor, plans: list[list[np.ndarray]], picks: np.ndarray
-    ) -> Tensor:
+    def _descend(self, ask: Ask, phase: Phase, w: Tensor, plans: list[Plan]) -> Tensor:
         """All local steps; the mean loss of each client."""
         objective = self.objective(ask.task)
         if self.hooks["loss"]:
@@ -309,10 +339,10 @@ class ClientProgram:
         optimiser = Optimiser(self.local)
         fused = self.local.plain and not self.hooks["grad"]
         total = torch.zeros(len(plans), device=w.device, dtype=w.dtype)
-        for k, x, y, scale in self._batches(plans, w.dtype):
+        for k, x, y, scale in self._batches([plan.steps for plan in plans], w.dtype):
             rows = w[: len(x)]
             phase.first(len(x))
-            phase.step, phase.component = k, int(picks[k])
+            phase.step, phase.component = k, plans[0].picks[k]
             if fused:
                 loss = self.compute.descend(rows, x, y, scale, objective, ask.lr)
             else:
@@ -345,6 +375,7 @@ class ClientProgram:
             sizes = np.zeros((end - begin, len(plans)), dtype=np.int64)
             for row, plan in enumerate(plans):
                 for k, batch in enumerate(plan[begin:end]):
+                    ids[k, row] = batch[0]  # padding is a sample of one's own, with weight 0
                     ids[k, row, : len(batch)] = batch
                     sizes[k, row] = len(batch)
             x, y = self.data.take(torch.from_numpy(ids), dtype)
@@ -363,22 +394,23 @@ class ClientProgram:
         uploads["buffers"] = self.compute.read_buffers().expand(len(jobs), -1)
         for i in self.hooks["finish"]:
             update, own, state = self._hook("finish", i, phase)(update, w)
-            uploads |= {f"{i}.{key}": value for key, value in own.items()}
+            uploads |= self._named(i, own)
             for row in range(len(jobs)):
                 changes = {key: value[row].clone() for key, value in state.items()}
                 mine[row][i] = mine[row][i] | changes
         uploads["update"] = update
         for i in self.hooks["remember"]:
             for row, job in enumerate(jobs):
-                alone = Phase(self, ask, [Job(job.client, job.ids, mine[row])], alone=True)
+                alone = Phase(self, ask, [replace(job, mine=mine[row])], alone=True)
                 mine[row][i] = mine[row][i] | self._hook("remember", i, alone)(w[row])
         return Reply(jobs, uploads, phase.weight[:, 0], mine, losses)
 
 
-def _epoch_ends(plans: list[list[np.ndarray]], picks: list[np.ndarray]) -> Tensor:
-    """Whether a client's epoch ends with a step: (steps, clients)."""
-    out = torch.zeros(len(plans[0]), len(plans), dtype=torch.bool)
-    for row, (plan, pick) in enumerate(zip(plans, picks, strict=True)):
-        follows = np.append(pick[1:], 0)
-        out[: len(plan), row] = torch.from_numpy(follows <= pick)
+def _epoch_ends(plans: list[Plan]) -> Tensor:
+    """Whether a client's epoch (or its phase) ends with a step: (steps, clients)."""
+    out = torch.zeros(len(plans[0].steps), len(plans), dtype=torch.bool)
+    for row, plan in enumerate(plans):
+        count = len(plan.steps)
+        out[plan.per_epoch - 1 : count : plan.per_epoch, row] = True
+        out[count - 1, row] = True
     return out

@@ -56,7 +56,7 @@ def create(config: configs.Config, folder: Path) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(config.model_dump(mode="json"), indent=1)
+        text = json.dumps(config.model_dump(exclude_none=True), indent=1)
         (folder / "compare.json").write_text(text)
     except OSError as error:
         raise EverfedError(f"{folder} cannot be written: {error.strerror}") from None
@@ -72,12 +72,14 @@ def opened(folder: Path) -> configs.Config:
 
 def run_all(
     config: configs.Config, folder: Path, jobs: int | None = None, listener: Listener | None = None
-) -> None:
-    """Run what is not finished yet, `jobs` at a time; runs that were begun go on."""
+) -> list[str]:
+    """Run what is not finished yet, `jobs` at a time; runs that were begun go on. Gives notes on
+    what was found damaged."""
     waiting = [entry for entry in plan(config, folder) if not finished(entry.folder)]
     context: Any = mp.get_context("fork" if sys.platform == "linux" else "spawn")
     running: dict[Connection, tuple[Entry, Any]] = {}
     failures: list[str] = []
+    notes: list[str] = []
     stopped = False
     try:
         while waiting or running:
@@ -108,7 +110,9 @@ def run_all(
                     if listener:
                         listener(entry, None)
                     continue
-                if isinstance(message, str):
+                if isinstance(message, tuple):
+                    notes += [f"{entry.name}: {note}" for note in message]
+                elif isinstance(message, str):
                     stopped = stopped or message == "interrupted"
                     if message != "interrupted":
                         failures.append(f"{entry.name}: {message}")
@@ -121,15 +125,18 @@ def run_all(
         raise EverfedError("; ".join(failures))
     if stopped:
         raise Interrupted(f"stopped; go on with: everfed resume {folder}")
+    return notes
 
 
 def _one(config: configs.Config, entry: Entry, pipe: Connection) -> None:
     """A run in its own process."""
     torch.set_num_threads(1)  # before any work: OpenMP's threads do not survive a fork
+    pool.die_with_parent()
     try:
         begun = (entry.folder / "config.json").exists()
         made = configs.experiment(config, entry.method, entry.seed)
-        made.go(workers=1, folder=entry.folder, resume=begun, on_round=pipe.send)
+        done = made.go(workers=1, folder=entry.folder, resume=begun, on_round=pipe.send)
+        pipe.send(done.notes)
     except (Interrupted, BrokenPipeError, KeyboardInterrupt):
         pipe.send("interrupted")
     except EverfedError as error:
@@ -138,10 +145,7 @@ def _one(config: configs.Config, entry: Entry, pipe: Connection) -> None:
 
 def finished(folder: Path) -> bool:
     """Whether the run in a folder has come to its end."""
-    if not (folder / "config.json").exists():
-        return False
-    checkpoint, _ = RunFolder(folder).load()
-    return checkpoint is not None and bool(checkpoint.meta["done"])
+    return (folder / "config.json").exists() and RunFolder(folder).done()
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,6 @@ class Loaded:
     tasks: list[str]
     records: list[Record]
     skipped: int
-    config: dict[str, Any]
 
 
 def loaded(path: Path) -> Loaded:
@@ -161,9 +164,9 @@ def loaded(path: Path) -> Loaded:
     records, skipped = read_records(path)
     if not records:
         raise EverfedError(f"{path} has no records yet")
-    known = about["stream"].get("tasks")
+    known = about.get("tasks") or []
     tasks = known or [f"task {k + 1}" for k in range(1 + max(r["task"] for r in records))]
-    return Loaded(about["method"]["name"], tasks, records, skipped, about)
+    return Loaded(about.get("method", {}).get("name", "?"), tasks, records, skipped)
 
 
 def collect(paths: Sequence[Path]) -> dict[str, list[Loaded]]:

@@ -160,6 +160,13 @@ def parse(values: Mapping[str, Any]) -> Config:
         config = Config.model_validate(dict(values))
     except ValidationError as error:
         raise ConfigError(_say(error, "", _fields(Config))) from None
+    except EverfedError as error:  # settings that do not go together
+        raise ConfigError(str(error)) from None
+    for name in ("methods", "seeds"):
+        chosen = getattr(config.compare, name)
+        twice = next((item for item in chosen if chosen.count(item) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"compare.{name} has {twice!r} twice")
     names = {"data": DATASETS, "stream": STREAMS, "model": MODELS}
     for section, builders in names.items():
         _arguments(section, builders, getattr(config, section))
@@ -229,6 +236,8 @@ def _local(base: Local, changes: Mapping[str, Any], where: str) -> Local:
         return Local(**(values | dict(changes)))
     except ValidationError as error:
         raise ConfigError(_say(error, where, list(values))) from None
+    except EverfedError as error:
+        raise ConfigError(str(error)) from None
 
 
 def experiment(config: Config, method: str | None = None, seed: int | None = None) -> Experiment:
@@ -253,7 +262,7 @@ def experiment(config: Config, method: str | None = None, seed: int | None = Non
         "precision": config.precision,
         "device": config.device,
         "checkpoint_seconds": config.checkpoint_seconds,
-        "config": config.model_dump(mode="json", exclude_none=True)
+        "config": config.model_dump(exclude_none=True)
         | {"method": dict(section), "seed": config.seed if seed is None else seed},
     }
     return Experiment(chosen, stream, model, options)

@@ -68,8 +68,8 @@ class RunFolder:
         self.records_path = path / "records.jsonl"
         #: client -> round of its newest saved state
         self.versions: dict[int, int] = {}
-        #: client states that only the checkpoint before the newest refers to
-        self._stale: list[Path] = []
+        #: for each checkpoint on disk, by its round, the client states that it refers to
+        self._refers: dict[int, set[Path]] = {}
         self._lock: IO[str] | None = None
 
     # creating and opening --------------------------------------------------------------------
@@ -83,11 +83,15 @@ class RunFolder:
                 "another folder"
             )
         try:
+            # a run killed before its config.json was written leaves these behind, and no more
+            known = {"checkpoints", "clients", "lock", "records.jsonl", "config.tmp"}
+            if path.exists() and not {entry.name for entry in path.iterdir()} <= known:
+                raise EverfedError(f"{path} holds other files: choose a new or an empty folder")
             for sub in ("checkpoints", "clients"):
                 (path / sub).mkdir(parents=True, exist_ok=True)
             folder._take_lock()
-            _write(path / "config.json", json.dumps(config, indent=1, default=str).encode())
             folder.records_path.touch()
+            _write(path / "config.json", json.dumps(config, indent=1, default=str).encode())
         except OSError as error:
             raise _disk(error, path) from error
         return folder
@@ -142,13 +146,10 @@ class RunFolder:
         with open(self.records_path, "rb+") as file:
             os.fsync(file.fileno())
             length = file.seek(0, os.SEEK_END)
-        replaced = []
         for client in changed:
-            if any(fed.clients[client]):
+            if any(v.numel() for state in fed.clients[client] for v in state.values()):
                 tensors = _flat(fed.clients[client])
                 _write(self._client(client, fed.round), _pack(tensors, {}))
-                if self.versions.get(client, fed.round) != fed.round:
-                    replaced.append(self._client(client, self.versions[client]))
                 self.versions[client] = fed.round
         tensors = {"w": fed.w, "buffers": fed.buffers} | _flat(fed.parts)
         tensors["informed"] = torch.tensor(sorted(fed.informed), dtype=torch.int64)
@@ -158,10 +159,21 @@ class RunFolder:
             "parts": len(fed.parts),
             "clients": {str(k): v for k, v in self.versions.items()},
         }
-        _write(self.path / "checkpoints" / f"{fed.round:08d}.safetensors", _pack(tensors, full))
-        for path in [*self._checkpoints()[KEPT:], *self._stale]:
+        _write(self._checkpoint(fed.round), _pack(tensors, full))
+        self._refers[fed.round] = {self._client(*item) for item in self.versions.items()}
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """Remove checkpoints beyond the newest, and client states that none of the rest needs."""
+        rounds = sorted(self._refers, reverse=True)
+        for round_ in rounds[KEPT:]:
+            self._checkpoint(round_).unlink(missing_ok=True)
+        dropped = set().union(*(self._refers.pop(round_) for round_ in rounds[KEPT:]))
+        for path in dropped - set().union(*self._refers.values()):
             path.unlink(missing_ok=True)
-        self._stale = replaced
+
+    def _checkpoint(self, round_: int) -> Path:
+        return self.path / "checkpoints" / f"{round_:08d}.safetensors"
 
     def _client(self, client: int, round_: int) -> Path:
         return self.path / "clients" / f"{client}-{round_}.safetensors"
@@ -171,15 +183,35 @@ class RunFolder:
         return sorted((self.path / "checkpoints").glob("*.safetensors"), reverse=True)
 
     def load(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest state that is whole, and a note on each that was not."""
+        """The newest state that is whole, and a note on each that was not (it is set aside).
+
+        Only for the process that holds the folder.
+        """
         notes: list[str] = []
+        found: Checkpoint | None = None
         for path in self._checkpoints():
             try:
-                return self._load(path), notes
-            except (ValueError, KeyError, OSError) as error:
+                if found is None:
+                    found = self._load(path)
+                meta = _unpack(path.read_bytes())[1]
+                refers = {self._client(int(k), v) for k, v in meta["clients"].items()}
+                self._refers[meta["round"]] = refers
+            except (ValueError, KeyError, FileNotFoundError) as error:
                 notes.append(f"checkpoint {path.name} is damaged ({error}): going back one")
-                path.unlink()
-        return None, notes
+                path.rename(path.with_suffix(".damaged"))
+        used = set().union(*self._refers.values())
+        for orphan in set((self.path / "clients").iterdir()) - used:
+            orphan.unlink()
+        return found, notes
+
+    def done(self) -> bool:
+        """Whether the run has come to its end; changes nothing."""
+        for path in self._checkpoints()[:1]:
+            try:
+                return bool(_unpack(path.read_bytes())[1]["done"])
+            except (ValueError, KeyError, OSError):
+                return False
+        return False
 
     def _load(self, path: Path) -> Checkpoint:
         tensors, meta = _unpack(path.read_bytes())
@@ -196,10 +228,6 @@ class RunFolder:
         for client, round_ in self.versions.items():
             own, _ = _unpack(self._client(client, round_).read_bytes())
             fed.clients[client] = _deep(own, meta["parts"])
-        used = {self._client(*version).name for version in self.versions.items()}
-        for orphan in (self.path / "clients").iterdir():
-            if orphan.name not in used:
-                orphan.unlink()
         return Checkpoint(fed, meta)
 
     def cut_records(self, length: int) -> None:
@@ -222,12 +250,15 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_records(path: Path) -> tuple[list[Record], int]:
     """All records of a run, and how many half-written lines were skipped."""
     records, skipped = [], 0
-    with open(path / "records.jsonl", errors="replace") as file:
-        for line in file:
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                skipped += 1
+    try:
+        lines = (path / "records.jsonl").read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise EverfedError(f"{path / 'records.jsonl'} cannot be read: {error.strerror}") from None
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            skipped += 1
     return records, skipped
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from everfed.chance import rng
 from everfed.errors import EverfedError
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -25,7 +26,7 @@ class Local:
     0.1
     """
 
-    lr: PositiveFloat = 0.05
+    lr: Positive = 0.05
     epochs: PositiveInt = 1
     #: a fixed number of optimiser steps instead of `epochs`
     steps: PositiveInt | None = None
@@ -36,9 +37,9 @@ class Local:
     weight_decay: NonNegativeFloat = 0.0
     #: Adam's and AdamW's moments
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
+    eps: Positive = 1e-8
     #: largest norm of the gradient that is stepped along
-    clip: PositiveFloat | None = None
+    clip: Positive | None = None
     #: learning rate over rounds: lr, lr * decay^round, a cosine to 0, or lr / sqrt(round + 1)
     schedule: Literal["constant", "exponential", "cosine", "sqrt"] = "constant"
     decay: Annotated[float, Field(gt=0, le=1)] = 0.96
@@ -115,29 +116,34 @@ class Optimiser:
         w.addcdiv_(m, (v.sqrt() / math.sqrt(bias2)).add_(s.eps), value=-lr / bias1)
 
 
+@dataclass(frozen=True, config=ConfigDict(arbitrary_types_allowed=True))
+class Plan:
+    """The batches of one client's local phase."""
+
+    steps: list[np.ndarray]
+    per_epoch: int
+    #: with components: the pieces of the data, and which of them each step takes
+    pieces: list[np.ndarray]
+    picks: list[int]
+
+
 def batches(
     ids: np.ndarray, local: Local, seed: int, round_: int, client: int, components: bool
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """The batches of one client's local phase, in order, and which batch of its cut each one is.
-
-    Epochs are fresh permutations cut into batches. With `components` the data are cut once and
-    every step draws one of the pieces with replacement (incremental aggregated gradients).
-    """
+) -> Plan:
+    """Epochs are fresh permutations cut into batches. With `components` the data are cut once and
+    every step draws one of the pieces with replacement (incremental aggregated gradients)."""
     random, size = rng(seed, "batches", round_, client), local.batch
     per_epoch = -(-len(ids) // size)
-    steps = local.steps or local.epochs * per_epoch
+    count = local.steps or local.epochs * per_epoch
+
+    def epoch(order: np.ndarray) -> list[np.ndarray]:
+        return [order[k : k + size] for k in range(0, len(ids), size)]
+
     if components:
-        pieces = cut(ids, local, seed, round_, client)
-        picks = random.integers(len(pieces), size=steps)
-        return [pieces[j] for j in picks], picks
-    out: list[np.ndarray] = []
-    while len(out) < steps:
-        order = ids[random.permutation(len(ids))]
-        out += [order[k : k + size] for k in range(0, len(ids), size)]
-    return out[:steps], np.arange(steps) % per_epoch
-
-
-def cut(ids: np.ndarray, local: Local, seed: int, round_: int, client: int) -> list[np.ndarray]:
-    """A client's data cut once into batches: the components of an aggregated gradient."""
-    order = ids[rng(seed, "components", round_, client).permutation(len(ids))]
-    return [order[k : k + local.batch] for k in range(0, len(ids), local.batch)]
+        pieces = epoch(ids[rng(seed, "components", round_, client).permutation(len(ids))])
+        picks = random.integers(len(pieces), size=count).tolist()
+        return Plan([pieces[j] for j in picks], per_epoch, pieces, picks)
+    steps: list[np.ndarray] = []
+    while len(steps) < count:
+        steps += epoch(ids[random.permutation(len(ids))])
+    return Plan(steps[:count], per_epoch, [], [0] * count)

@@ -52,12 +52,13 @@ class Context(Protocol):
     step: int  #: local steps done so far
     steps: Tensor  #: local steps of the whole phase, (clients, 1)
     epoch_ends: Tensor  #: whether this step was an epoch's last, (clients, 1)
-    component: int  #: which piece of the cut data this batch is (`Part.components`)
+    pieces: list[np.ndarray]  #: the cut data, where batches are components (`Part.components`)
+    component: int  #: which of the pieces this batch is
     layout: Layout
     known: Tensor | None  #: classes of earlier tasks (bool, (classes,)); None: all of them
 
     def gradient(self, w: Tensor, ids: np.ndarray | None = None) -> Tensor:
-        """The mean loss's gradient at w over the current samples (or over `ids`)."""
+        """The mean loss's gradient at w over all the client trains on (or over `ids`)."""
         ...
 
     def fisher(self, w: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class Context(Protocol):
         ...
 
     def labels(self, ids: np.ndarray) -> np.ndarray:
-        """Labels of samples."""
+        """Classes of samples; all 0 where labels are not classes."""
         ...
 
 
@@ -107,6 +108,9 @@ class Part:
     reduces: ClassVar[Mapping[str, Reduction]] = {}
     #: whether `fold` reads `r.spread`
     spread: ClassVar[bool] = False
+    #: parts act in the order of their stages: 0 replaces the gradient, 1 adds to it (or to the data
+    #: or the loss), 2 normalises updates, 3 scales them, 4 is a server optimiser, 5 an anchor
+    stage: ClassVar[int] = 1
     #: extras that change only at a task's end, so that a client needs them once a task
     once: ClassVar[tuple[str, ...]] = ()
 
@@ -152,6 +156,9 @@ class Part:
 
     def check(self, local: Local) -> None:
         """Raise EverfedError where the part cannot work with these local settings."""
+
+    def check_beside(self, parts: tuple[Part, ...]) -> None:
+        """Raise EverfedError where the part cannot work beside the method's other parts."""
 
     # client ----------------------------------------------------------------------------------
     def client_init(self, w: Tensor) -> State:
@@ -220,7 +227,7 @@ class Needs:
 
 @dataclass(frozen=True, init=False)
 class Method:
-    """Parts in the order in which their hooks run, and how clients are averaged.
+    """Parts, which act in the order of their stages, and how clients are averaged.
 
     >>> Method().name
     'fedavg'
@@ -236,13 +243,16 @@ class Method:
                 raise EverfedError(f"a method is made of parts, and {part!r} is not a Part")
         if average not in ("samples", "uniform"):
             raise EverfedError(f"average must be 'samples' or 'uniform', not {average!r}")
+        parts = tuple(sorted(parts, key=lambda part: part.stage))
+        for part in parts:
+            part.check_beside(parts)
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "average", average)
         own = "+".join(type(p).__name__.lower() for p in parts) or "fedavg"
         object.__setattr__(self, "name", name or own)
 
     def __add__(self, other: Method) -> Method:
-        """Both methods' parts; the averaging of the first."""
+        """Both methods' parts; clients are averaged as in the first."""
         names = [m.name for m in (self, other) if m.parts] or ["fedavg"]
         return Method(*self.parts, *other.parts, average=self.average, name="+".join(names))
 

@@ -27,7 +27,7 @@ def matrix(records: Iterable[Record], metric: str = "accuracy") -> Matrix:
     size = 1 + max((max(r["task"], r["on"]) for r in ends), default=-1)
     out = np.full((size, size), np.nan)
     for r in ends:
-        out[r["task"], r["on"]] = r["value"]
+        out[r["task"], r["on"]] = math.nan if r["value"] is None else r["value"]
     return out
 
 
@@ -56,22 +56,23 @@ def worst_drop(a: Matrix) -> float:
     return float(np.min(_changes(a))) if len(a) > 1 else math.nan
 
 
-def rounds_to_best(curves: Sequence[Sequence[float]]) -> int:
-    """Rounds, summed over tasks, until a task's accuracy was first at its maximum in that task.
+def rounds_to_best(records: Iterable[Record], metric: str = "accuracy") -> float:
+    """Rounds, summed over tasks, until a task's own accuracy was first at its maximum in that task.
 
-    >>> rounds_to_best([(.5, .7, .7, .6), (.2, .4, .3, .5)])
-    6
+    >>> curve = [{"task": 0, "on": 0, "metric": "accuracy", "round": t, "value": v}
+    ...          for t, v in enumerate((.5, .7, .7, .6))]
+    >>> rounds_to_best(curve)
+    2.0
     """
-    return sum(int(np.argmax(curve)) + 1 for curve in curves)
-
-
-def curves(records: Iterable[Record], metric: str = "accuracy") -> list[list[float]]:
-    """For each task, its own test accuracy over its own rounds."""
-    out: dict[int, list[float]] = {}
+    first: dict[int, int] = {}
+    best: dict[int, tuple[float, int]] = {}
     for r in records:
-        if r["metric"] == metric and r.get("on") == r["task"] and not r.get("end"):
-            out.setdefault(r["task"], []).append(r["value"])
-    return [out[task] for task in sorted(out)]
+        task, at = r["task"], r["round"]
+        first[task] = min(at, first.get(task, at))
+        own = r["metric"] == metric and r.get("on") == task and not r.get("end")
+        if own and r["value"] is not None and (task not in best or r["value"] > best[task][0]):
+            best[task] = (r["value"], at)
+    return float(sum(at - first[task] + 1 for task, (_, at) in best.items())) or math.nan
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,14 @@ def summarise(records: Sequence[Record]) -> Summary:
     a = matrix(records)
 
     def total(metric: str) -> float:
-        return float(sum(r["value"] for r in records if r["metric"] == metric))
+        return float(sum(r["value"] or 0 for r in records if r["metric"] == metric))
 
     return Summary(
         acc=acc(a),
         bwt=bwt(a),
         forgetting=forgetting(a),
         worst_drop=worst_drop(a),
-        rounds_to_best=rounds_to_best(curves(records)) or math.nan,
+        rounds_to_best=rounds_to_best(records),
         seconds=total("seconds"),
         mb_sent=total("mb_down") + total("mb_up"),
         dropped_updates=int(total("dropped_updates")),

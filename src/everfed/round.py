@@ -13,6 +13,7 @@ from torch import Tensor
 from everfed.chance import rng
 from everfed.client import Ask, Exchange
 from everfed.engines.local import Answer, ClientStates
+from everfed.errors import EverfedError
 from everfed.local import Local
 from everfed.method import Method, Reduced, State
 from everfed.streams.stream import Stream
@@ -58,6 +59,9 @@ def draw_cohort(
         chosen = np.arange(population)
     else:
         chosen = rng(seed, "cohort", round_).choice(population, size, replace=False)
+    if online is not None and np.asarray(online).dtype.kind not in "iu" and population:
+        kind = np.asarray(online).dtype
+        raise EverfedError(f"{type(stream).__name__}.online must give client ids, and gave {kind}")
     ids = chosen if online is None else np.asarray(online)[chosen]
     return sorted(int(i) for i in ids), (sample or size) - size
 
@@ -77,37 +81,50 @@ class Rounds:
         """One round, in place. If no client's reply counts, the model stays as it was."""
         events = Events()
         cohort, short = draw_cohort(self.stream, fed.round, self.sample, self.seed)
+        online = len(cohort)
         if short:
             events.warnings.append(
                 f"{short} fewer clients online than the sample of {self.sample} asks for"
             )
-        sent = self._send(fed)
-        start, down = sent
-        if cohort and self.method.using("probe"):
-            answer = self._ask("probe", fed, start, down, cohort, events)
-            self._count_down(fed, cohort, start, down, events)
-            fed.clients |= answer.mine
-            reduced = self._reduced(fed, answer)
-            extras = [
-                part.answer(fed.parts[i], reduced[i]) if part.has("probe") else {}
-                for i, part in enumerate(self.method.parts)
-            ]
-            events.values["mb_down"] += _megabytes(extras) * len(cohort)
-            down = [own | more for own, more in zip(down, extras, strict=True)]
-        elif cohort:
-            self._count_down(fed, cohort, start, down, events)
+        start, down = self._send(fed)
         if cohort:
-            answer = self._ask("train", fed, start, down, cohort, events)
-        if not cohort or not answer.reducer.n:
+            self._count_down(fed, cohort, start, down, events)
+        if cohort and self.method.using("probe"):
+            cohort, down = self._probe(fed, cohort, start, down, events)
+        answer = self._ask("train", fed, start, down, cohort, events) if cohort else None
+        if answer is None or not answer.reducer.n:
             events.values["lost_round"] = 1
+            nobody = online == 0
             events.warnings.append(
-                "no client was online" if not cohort else "no client's update could be used"
+                ("no client was online" if nobody else "no client's update could be used")
+                + ": the model stays as it was"
             )
-            events.warnings[-1] += ": the model stays as it was"
         else:
             self._fold(fed, answer, events)
         fed.round += 1
         return events
+
+    def _probe(
+        self, fed: Federation, cohort: list[int], start: Tensor, down: list[State], events: Events
+    ) -> tuple[list[int], list[State]]:
+        """The exchange before training: who goes on (those whose probe counts), and all extras."""
+        answer = self._ask("probe", fed, start, down, cohort, events)
+        if not answer.reducer.n:
+            return [], down
+        self._keep(fed, answer, events)
+        reduced = self._reduced(fed, answer)
+        extras = [
+            part.answer(fed.parts[i], reduced[i]) if part.has("probe") else {}
+            for i, part in enumerate(self.method.parts)
+        ]
+        going = sorted(answer.mine)
+        events.values["mb_down"] += _megabytes(extras) * len(going)
+        return going, [own | more for own, more in zip(down, extras, strict=True)]
+
+    def _keep(self, fed: Federation, answer: Answer, events: Events) -> None:
+        """Take over the clients' new states."""
+        fed.clients |= answer.mine
+        events.changed |= set(answer.mine)
 
     def end_task(self, fed: Federation) -> Events:
         """The boundary after a task's last round (which is `fed.round` - 1), in place."""
@@ -120,7 +137,7 @@ class Rounds:
             down: list[State] = [{} for _ in self.method.parts]
             answer = self._ask("close", ended, fed.w, down, cohort, events)
             events.values["mb_down"] = _megabytes([{"w": fed.w}]) * len(cohort)
-            fed.clients |= answer.mine
+            self._keep(fed, answer, events)
             reduced = self._reduced(ended, answer)
         for i, part in enumerate(self.method.parts):
             fed.parts[i] = part.task_end(fed.parts[i], fed.w, reduced[i])
@@ -152,7 +169,6 @@ class Rounds:
         rate = self.local.rate(at, length)
         ask = Ask(exchange, fed.round, task, rate, start, fed.buffers, down)
         answer = self.engine.ask(ask, cohort, fed.clients)
-        events.changed |= set(answer.mine)
         values = events.values
         values["mb_up"] = values.get("mb_up", 0.0) + answer.sent_up / 1e6
         if answer.empty:
@@ -216,7 +232,7 @@ class Rounds:
             )
             return
         fed.w, fed.parts, fed.buffers = w, parts, values["buffers"]
-        fed.clients |= answer.mine
+        self._keep(fed, answer, events)
         events.values["clients"] = answer.reducer.n
         for part, state in zip(self.method.parts, parts, strict=True):
             events.values |= part.metrics(state)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import math
 import signal
 import threading
 import time
@@ -11,23 +13,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everfed import metrics
+from everfed import __version__, metrics
 from everfed.chance import torch_seed
 from everfed.client import ClientProgram
 from everfed.compute import Compute, choose
 from everfed.compute.base import LossFunction, cross_entropy
+from everfed.data.table import Data
 from everfed.engines import pool
 from everfed.engines.local import LocalEngine, workers_for
 from everfed.errors import EverfedError
 from everfed.folder import RunFolder
 from everfed.local import Local
-from everfed.method import Method
+from everfed.method import Method, State
 from everfed.metrics import Record, Summary
 from everfed.round import Events, Federation, Rounds
 from everfed.streams.stream import Stream
@@ -62,7 +65,8 @@ class Run:
     model: nn.Module
     engine: str
     folder: Path | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  #: what was found when the run was resumed
+    warnings: tuple[str, ...] = ()  #: the first of what went wrong in rounds
 
     @property
     def matrix(self) -> np.ndarray:
@@ -128,17 +132,22 @@ def run(
     (2, 2)
     """
     settings = local or Local()
+    _check_options(method, stream, sample, seed, test_every, workers, precision, grouping)
     stream = stream.seeded(seed)
-    _check(method, stream, settings, sample, seed, test_every, workers)
+    check_stream(stream)
+    for part in method.parts:
+        part.check(settings)
     with surroundings():
         compute = _compute(model, stream, seed, precision, grouping, device)
-        _check_labels(compute, stream, loss)
         data = stream.data.to(compute.device, compute.dtype)
+        _check_model(compute, stream, data, loss)
         program = ClientProgram(method, compute, stream, data, settings, seed, loss)
         what = {
             "method": method.describe(),
             "seed": seed,
             "stream": stream.describe(),
+            "data": stream.data.fingerprint,
+            "tasks": list(stream.tasks),
             "local": dataclasses.asdict(settings),
             "sample": sample,
             "parameters": compute.layout.d,
@@ -147,12 +156,15 @@ def run(
         }
         place, found, notes = _place(folder, resume, what, config)
         chosen = (found.meta["workers"], found.meta["grouping"]) if found else None
-        if chosen and chosen[1] != compute.name:
-            notes.append(f"the run was begun with {chosen[1]}, and goes on with {compute.name}")
         cohort = min(sample or stream.clients, stream.clients)
         count = workers if workers != "auto" else None
         count = count or (chosen[0] if chosen else workers_for(program, cohort))
         engine = LocalEngine(program, count)
+        if chosen and chosen != (engine.count, compute.name):
+            notes.append(
+                f"begun with {chosen[0]} worker(s), {chosen[1]}; going on with {engine.count}, "
+                f"{compute.name}: the results are equal up to rounding, not to the last bit"
+            )
         session = Session(
             Rounds(method, stream, settings, engine, sample, seed),
             engine,
@@ -161,6 +173,7 @@ def run(
             test_every,
             checkpoint_seconds,
             on_round,
+            config is not None or (place is not None and place.config().get("config") is not None),
         )
         try:
             fed, records = session.start(compute, found)
@@ -173,8 +186,10 @@ def run(
         for layout, vector in ((compute.layout, fed.w), (compute.buffer_layout, fed.buffers)):
             load(trained, layout, vector.cpu())
         home = place.path if place else None
-        said = (*notes, *session.notes)
-        return Run(records, stream.tasks, fed.w, trained.eval(), engine.describe(), home, said)
+        return Run(
+            records, stream.tasks, fed.w, trained.eval(), engine.describe(), home,
+            tuple(notes), tuple(session.warnings),
+        )  # fmt: skip
 
 
 @dataclass
@@ -188,12 +203,13 @@ class Session:
     test_every: int
     checkpoint_seconds: float
     on_round: Callable[[Progress], None] | None
+    configured: bool  #: whether the command line can resume it
 
     def __post_init__(self) -> None:
         self.changed: set[int] = set()
         self.saved_at = time.monotonic()
         self.stop = False
-        self.notes: list[str] = []
+        self.warnings: list[str] = []
 
     def start(self, compute: Compute, found: Any) -> tuple[Federation, list[Record]]:
         """A fresh state, or that of a checkpoint with the records up to it."""
@@ -202,7 +218,8 @@ class Session:
             self.folder.cut_records(found.meta["records"])
             fed = found.fed
             fed.w, fed.buffers = fed.w.to(compute.device), fed.buffers.to(compute.device)
-            fed.parts = [{k: _place_like(v, fed.w) for k, v in s.items()} for s in fed.parts]
+            fed.parts = _on_device(fed.parts, fed.w)
+            fed.clients = {i: _on_device(own, fed.w) for i, own in fed.clients.items()}
             return fed, self.folder.records()
         w = compute.weights()
         parts = [part.init(w, compute.layout) for part in self.rounds.method.parts]
@@ -220,7 +237,7 @@ class Session:
                 accuracy = None
                 if (at + 1) % self.test_every == 0 or stream.last_of_task(at):
                     new += self._test(fed, at, task, range(task + 1), end=False)
-                    seen = [r["value"] for r in new if r["metric"] == "accuracy"]
+                    seen = [r["value"] for r in new if r["metric"] == "accuracy" and "on" in r]
                     accuracy = float(np.mean(seen)) if seen else None
                 if stream.last_of_task(at):
                     new += self._end_task(fed, at, task, new)
@@ -280,7 +297,7 @@ class Session:
     def _tell(self, fed: Federation, task: int, accuracy: float | None, events: Events) -> None:
         stream = self.rounds.stream
         warnings = tuple(f"round {fed.round}: {text}" for text in events.warnings)
-        self.notes += warnings[: max(0, 20 - len(self.notes))]
+        self.warnings += warnings[: max(0, 20 - len(self.warnings))]
         if self.on_round:
             name = stream.tasks[task]
             self.on_round(Progress(fed.round, stream.rounds, name, accuracy, warnings))
@@ -308,16 +325,23 @@ class Session:
         done = f"stopped after round {fed.round} of {self.rounds.stream.rounds}"
         if self.folder is None:
             return f"{done}; nothing is kept, because the run has no folder"
-        return f"{done}; go on with: everfed resume {self.folder.path}"
+        if self.configured:
+            return f"{done}; go on with: everfed resume {self.folder.path}"
+        return f"{done}; go on with everfed.run(..., folder={str(self.folder.path)!r}, resume=True)"
 
 
-def _line(at: int, task: int, metric: str, value: float) -> dict[str, Any]:
-    number = value if isinstance(value, int) else float(value)
-    return {"round": at, "task": task, "metric": metric, "value": number}
+def _line(at: int, task: int, metric: str, value: float) -> Record:
+    """One record; what is not a finite number is null, as JSON has none."""
+    known = value if math.isfinite(value) else None
+    return {"round": at, "task": task, "metric": metric, "value": known}
 
 
-def _place_like(value: Tensor, w: Tensor) -> Tensor:
-    return value.to(w.device) if value.is_floating_point() else value
+def _on_device(states: list[State], w: Tensor) -> list[State]:
+    """States as they were before they were saved: vectors with the model, indices on the CPU."""
+    return [
+        {k: v.to(w.device) if v.is_floating_point() or v.dim() == 0 else v for k, v in s.items()}
+        for s in states
+    ]
 
 
 @contextmanager
@@ -364,25 +388,33 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _check(
+def _check_options(
     method: Method,
     stream: Stream,
-    local: Local,
     sample: int | None,
     seed: int,
     test_every: int,
     workers: int | str,
+    precision: str,
+    grouping: str,
 ) -> None:
-    for part in method.parts:
-        part.check(local)
-    if seed < 0:
-        raise EverfedError(f"seed must be 0 or more, not {seed}")
-    if sample is not None and sample < 1:
-        raise EverfedError(f"sample must be at least 1, not {sample}")
+    if not isinstance(method, Method):
+        raise EverfedError(f"the method must be a Method, such as methods.fedavg(), not {method!r}")
+    if not isinstance(stream, Stream):
+        raise EverfedError(f"the stream must be a Stream, not {type(stream).__name__}")
+    for name, value, least in (("seed", seed, 0), ("test_every", test_every, 1)):
+        if not isinstance(value, int | np.integer) or value < least:
+            raise EverfedError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if sample is not None and (not isinstance(sample, int | np.integer) or sample < 1):
+        raise EverfedError(f"sample must be a whole number of at least 1, not {sample!r}")
     if sample is not None and sample > stream.clients:
         raise EverfedError(f"sample is {sample}, but the stream has {stream.clients} clients")
-    if test_every < 1:
-        raise EverfedError(f"test_every must be at least 1, not {test_every}")
+    for name, word, known in (
+        ("precision", precision, get_args(Precision)),
+        ("grouping", grouping, get_args(Grouping)),
+    ):
+        if word not in known:
+            raise EverfedError(f"{name} must be one of {', '.join(known)}, not {word!r}")
     if workers == "auto":
         return
     if not isinstance(workers, int) or workers < 1:
@@ -391,23 +423,53 @@ def _check(
         raise EverfedError("more than one worker needs Linux; use workers = 1")
 
 
-def _check_labels(compute: Compute, stream: Stream, loss: LossFunction) -> None:
+def check_stream(stream: Stream) -> None:
+    """What can be known of a stream before it is played."""
+    name = type(stream).__name__
+    if stream.clients < 1 or stream.rounds < 1:
+        raise EverfedError(f"{name} needs at least one client and one round")
+    if stream.task_rounds is not None and sum(stream.task_rounds) != stream.rounds:
+        raise EverfedError(
+            f"{name}: task_rounds add up to {sum(stream.task_rounds)}, rounds are {stream.rounds}"
+        )
+    if len(stream.tasks) != len(stream.task_rounds or (1,)):
+        raise EverfedError(f"{name} names {len(stream.tasks)} tasks, not one for each it has")
+    if stream.head not in ("shared", "class", "task"):
+        raise EverfedError(f"{name}.head must be shared, class or task, not {stream.head!r}")
+    if stream.head != "shared" and len(stream.task_classes or ()) != len(stream.tasks):
+        raise EverfedError(f"{name}.head is {stream.head!r}: give task_classes for every task")
+    for task, title in enumerate(stream.tasks):
+        if not len(stream.test(task)):
+            raise EverfedError(f"{name}: task {title!r} has no test samples")
+
+
+def _check_model(compute: Compute, stream: Stream, data: Data, loss: LossFunction) -> None:
     """The model takes the data, and its head has an output for every label."""
-    ids = torch.as_tensor(stream.data.train[:1])
-    x, y = stream.data.to(compute.device, compute.dtype).take(ids, compute.dtype)
+    x, y = data.take(torch.as_tensor(stream.data.train[:2]), compute.dtype)
     try:
         z = compute.logits(compute.weights(), x)
     except Exception as error:
         shape = "x".join(map(str, x.shape[1:]))
         first = str(error).splitlines()[0]
-        raise EverfedError(f"the model does not take inputs of shape {shape}: {first}") from error
+        hint = "" if x.is_floating_point() else " (whole numbers: make them floats, or embed them)"
+        raise EverfedError(
+            f"the model does not take inputs of shape {shape}{hint}: {first}"
+        ) from error
     if loss is not cross_entropy:
+        got = loss(z, y)
+        if not isinstance(got, Tensor) or got.shape != (len(x),):
+            found = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
+            raise EverfedError(f"loss must give one number a sample, ({len(x)},), not {found}")
         return
     if y.is_floating_point():
         raise EverfedError("labels are not whole numbers: give run(..., loss=...) for them")
-    if stream.data.classes > z.shape[-1]:
+    classes, outputs = data.classes, z.shape[-1]
+    if classes > outputs:
+        raise EverfedError(f"labels go up to {classes - 1}, but the model has {outputs} outputs")
+    if stream.head != "shared" and classes != outputs:
         raise EverfedError(
-            f"labels go up to {stream.data.classes - 1}, but the model has {z.shape[-1]} outputs"
+            f"where classes arrive task by task the model needs one output a class, {classes}, "
+            f"not {outputs}"
         )
 
 
@@ -421,8 +483,6 @@ def _place(
         return None, None, []
     path = Path(folder)
     if not resume:
-        from everfed import __version__
-
         about = {"everfed": __version__, "torch": torch.__version__, "config": config} | what
         return RunFolder.create(path, about), None, []
     place = RunFolder.open(path)
@@ -442,6 +502,4 @@ def _place(
 
 def _plain(value: Any) -> Any:
     """As it comes back from JSON."""
-    import json
-
     return json.loads(json.dumps(value, default=str))

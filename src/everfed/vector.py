@@ -105,8 +105,12 @@ class Layout:
         ]
 
     def layers(self) -> list[str]:
-        """Names of the modules that own parameters, in order of the forward definition."""
-        return list(dict.fromkeys(slot.name.rpartition(".")[0] for slot in self.slots))
+        """Names of the modules with weights (norms are left out), in the order of definition."""
+        own: dict[str, int] = {}
+        for slot in self.slots:
+            name = slot.name.rpartition(".")[0]
+            own[name] = max(own.get(name, 0), len(slot.shape))
+        return [name for name, dims in own.items() if dims > 1] or list(own)
 
 
 def bind(module: nn.Module, layout: Layout, vector: Tensor, gradient: Tensor) -> None:

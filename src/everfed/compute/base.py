@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,8 @@ class Compute(ABC):
         self.device = device
         self.layout = Layout.of(module)
         self.buffer_layout = Layout.of_buffers(module)
+        whole = (b for b in self.module.buffers() if not b.is_floating_point())
+        self._counts = [(buffer, buffer.clone()) for buffer in whole]
         if not self.layout.slots:
             raise EverfedError("the model has no trainable parameters")
         self.dtype = next(p.dtype for p in module.parameters() if p.requires_grad)
@@ -77,7 +80,20 @@ class Compute(ABC):
         return buffers.to(self.device, self.dtype)
 
     def load_buffers(self, buffers: Tensor) -> None:
+        """Start from these statistics; whole-number buffers (counts) start as they were built."""
         load(self.module, self.buffer_layout, buffers)
+        for buffer, first in self._counts:
+            buffer.copy_(first)
+
+    @contextmanager
+    def kept_buffers(self) -> Iterator[None]:
+        """Leaves all buffers as they were."""
+        kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        try:
+            yield
+        finally:
+            for buffer, value in kept:
+                buffer.copy_(value)
 
     def seed(self, value: int) -> None:  # noqa: B027 - most have nothing random
         """Make what is random in the module (dropout) a function of `value`."""

@@ -251,7 +251,7 @@ def layers_of(module: nn.Module, sample: Tensor) -> list[Layer] | None:
 
     `sample` is one input without batch.
     """
-    if type(module) is not nn.Sequential or any(m._forward_hooks for m in module.modules()):
+    if type(module) is not nn.Sequential or any(map(_hooked, module.modules())):
         return None
     if not all(p.requires_grad for p in module.parameters()) or list(module.buffers()):
         return None
@@ -260,7 +260,7 @@ def layers_of(module: nn.Module, sample: Tensor) -> list[Layer] | None:
     image = sample.dim() == 3
     if not image and sample.dim() != 1:
         return None
-    for name, child in module.named_children():
+    for name, child in module._modules.items():  # named_children leaves out what stands twice
         layer = _layer(child, slots, name)
         image_only = isinstance(layer, Convolution | MaxPool)
         if layer is None or (image_only and not image) or (isinstance(layer, Linear) and image):
@@ -271,12 +271,18 @@ def layers_of(module: nn.Module, sample: Tensor) -> list[Layer] | None:
     return out if any(isinstance(layer, Linear | Convolution) for layer in out) else None
 
 
-def _layer(child: nn.Module, slots: dict[str, Slot], name: str) -> Layer | None:
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _layer(child: nn.Module | None, slots: dict[str, Slot], name: str) -> Layer | None:
     kind = type(child)
     if isinstance(child, nn.Flatten) and (child.start_dim != 1 or child.end_dim != -1):
         return None
-    if kind in PLAIN:
+    if isinstance(child, nn.Module) and kind in PLAIN:
         return PLAIN[kind]
+    if f"{name}.weight" not in slots:  # unknown, or parameters that stand under another name
+        return MaxPool() if _pools_by_two(child) else None
     if isinstance(child, nn.Linear) and kind is nn.Linear:
         return Linear(_own(slots, name))
     if isinstance(child, nn.Conv2d) and kind is nn.Conv2d:
@@ -285,12 +291,15 @@ def _layer(child: nn.Module, slots: dict[str, Slot], name: str) -> Layer | None:
             return None
         (sh, sw), (ph, pw) = child.stride, child.padding
         return Convolution((sh, sw), (ph, pw), _own(slots, name))
-    if isinstance(child, nn.MaxPool2d) and kind is nn.MaxPool2d:
-        pairs = [child.kernel_size, child.stride, child.padding, child.dilation]
-        plain = [p if isinstance(p, int) else tuple(p) for p in pairs]
-        exact = plain in ([2, 2, 0, 1], [(2, 2), (2, 2), 0, 1])
-        return MaxPool() if exact and not (child.ceil_mode or child.return_indices) else None
     return None
+
+
+def _pools_by_two(child: nn.Module | None) -> bool:
+    if type(child) is not nn.MaxPool2d or child.ceil_mode or child.return_indices:
+        return False
+    settings = (child.kernel_size, child.stride, child.padding, child.dilation)
+    pairs = [p if isinstance(p, int) else tuple(p) for p in settings]
+    return pairs in ([2, 2, 0, 1], [(2, 2), (2, 2), 0, 1])
 
 
 def _own(slots: dict[str, Slot], name: str) -> tuple[Slot, ...]:

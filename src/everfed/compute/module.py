@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -77,11 +77,14 @@ class ModuleCompute(Compute):
             return self._forward(x)
 
     def features(self, w: Tensor, x: Tensor) -> Tensor:
-        last = [m for m in self.module.modules() if list(m.parameters(recurse=False))][-1]
         seen: list[Tensor] = []
-        handle = last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        try:
+
+        def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen.append(inputs[0])
+
+        with ExitStack() as hooks:
+            for module in self.module.modules():  # the last to run of those with weights
+                if any(p.dim() > 1 for p in module.parameters(recurse=False)):
+                    hooks.callback(module.register_forward_pre_hook(see).remove)
             self.logits(w, x)
-        finally:
-            handle.remove()
-        return seen[-1].detach().flatten(1)
+        return (seen[-1] if seen else x).detach().flatten(1)

@@ -42,6 +42,8 @@ def digits(domains: Sequence[str] = ("plain", "inverted", "rotated", "occluded")
     """
     from sklearn.datasets import load_digits
 
+    if not domains:
+        raise EverfedError(f"name at least one digit domain of {', '.join(DOMAINS)}")
     for domain in domains:
         if domain not in DOMAINS:
             raise EverfedError(f"no digit domain {domain!r}; there are {', '.join(DOMAINS)}")

@@ -119,7 +119,10 @@ def npz(
     if not path.is_file():
         raise EverfedError(f"{path} does not exist")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it is a single array")
+        with archive:
             found: dict[str, np.ndarray] = {key: archive[key] for key in archive.files}
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, zlib.error) as error:
         raise EverfedError(f"{path} is not a whole .npz file: {error}") from None
@@ -127,6 +130,10 @@ def npz(
     def column(name: str) -> np.ndarray:
         if name not in found:
             raise EverfedError(f"{path} has no array {name!r}; it has {', '.join(found)}")
+        part = name.rpartition("_")[2]
+        inputs = f"x_{part}" if part in ("train", "test") else "x"
+        if found[name].ndim == 0 or len(found[name]) != len(found.get(inputs, found[name])):
+            raise EverfedError(f"{path}: {name} and {inputs} must have one entry a sample each")
         return found[name]
 
     if "x_train" in found:

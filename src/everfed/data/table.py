@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -33,10 +35,19 @@ class Data:
     client: np.ndarray | None = None  #: owner of each sample
     tasks: tuple[str, ...] = ("all",)
 
-    @property
+    @cached_property
     def classes(self) -> int:
         """Number of classes; 0 where labels are not whole numbers."""
         return 0 if self.y.is_floating_point() else int(self.y.max()) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells whether a run is resumed on the same data: sizes, labels and some inputs."""
+        some = self.x[:: max(1, len(self.x) // 1000)].contiguous()
+        total = 0
+        for tensor in (self.y, some):
+            total = crc32(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data, total)
+        return f"{self.name}: {len(self.train)} + {len(self.test)} samples, {total:08x}"
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Data:
         """The same samples on another device; floats in the model's precision."""
@@ -137,15 +148,16 @@ def _task_names(ids: np.ndarray | None) -> list[str]:
 
 
 def _inputs(x: Array) -> Tensor:
-    t = torch.as_tensor(np.asarray(x) if not isinstance(x, Tensor) else x)
-    if t.dtype == torch.float64:
+    t = _tensor(x, "inputs")
+    if t.dtype in (torch.float64, torch.float16, torch.bfloat16):
         t = t.float()
     if t.dtype == torch.uint8 and t.dim() == 3:
         t = t.unsqueeze(1)
     elif t.dtype == torch.uint8 and t.dim() == 4 and t.shape[1] not in (1, 3, 4):
         t = t.permute(0, 3, 1, 2)
     if t.is_floating_point():
-        bad = ~torch.isfinite(t.flatten(1).sum(1)) if t.dim() > 1 else ~torch.isfinite(t)
+        finite = torch.isfinite(t)
+        bad = ~(finite.flatten(1).all(1) if t.dim() > 1 else finite)
         if bad.any():
             raise EverfedError(
                 f"{int(bad.sum())} of {len(t)} inputs hold NaN or infinity "
@@ -154,13 +166,25 @@ def _inputs(x: Array) -> Tensor:
     return t
 
 
+def _tensor(values: Array, what: str) -> Tensor:
+    try:
+        t = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    except TypeError:
+        raise EverfedError(f"{what} must be numbers, not {np.asarray(values).dtype}") from None
+    if t.dim() == 0:
+        raise EverfedError(f"{what} must have one entry a sample, and are a single value")
+    return t
+
+
 def _labels(y: Array) -> Tensor:
-    t = torch.as_tensor(np.asarray(y) if not isinstance(y, Tensor) else y)
+    t = _tensor(y, "labels")
     if t.is_floating_point():
         if not torch.isfinite(t).all():
             raise EverfedError("labels hold NaN or infinity: clean the data first")
         return t
     t = t.long()
+    if t.dim() == 2 and t.shape[1] == 1:  # a column
+        t = t[:, 0]
     if len(t) and int(t.min()) < 0:
         raise EverfedError(f"labels must be 0, 1, 2, ...; the smallest is {int(t.min())}")
     return t

@@ -41,8 +41,6 @@ class Answer:
 class LocalEngine:
     """Asks clients on this machine."""
 
-    name = "local"
-
     def __init__(self, program: ClientProgram, workers: int) -> None:
         self.program = program
         self.count = workers if pool.available() else 1
@@ -95,11 +93,12 @@ class LocalEngine:
         self.workers = []
 
     def _shares(self, jobs: list[Job]) -> list[list[Job]]:
-        """Clients to workers, the largest first to the one with the least to do."""
+        """Clients to workers, the largest first to the one with the least to do; of equals to the
+        last, because the first also has the server's work."""
         shares: list[list[Job]] = [[] for _ in range(self.count)]
         load = [0] * self.count
         for job in sorted(jobs, key=lambda job: (-len(job.ids), job.client)):
-            least = load.index(min(load))
+            least = min(reversed(range(self.count)), key=load.__getitem__)
             shares[least].append(job)
             load[least] += len(job.ids)
         return shares
@@ -139,15 +138,15 @@ class LocalEngine:
         """Right answers and summed losses, (sets, 2)."""
         p = self.program
         p.compute.load_buffers(buffers)
-        objective = p.objective(task)
+        objective = p.objective(task, new=False)
         out = torch.zeros(len(sets), 2, dtype=torch.float64)
         for row, ids in enumerate(sets):
             for k in range(0, len(ids), TEST_BATCH):
                 x, y = p.data.take(torch.from_numpy(ids[k : k + TEST_BATCH]), w.dtype)
                 z = p.compute.logits(w, x)
                 out[row, 1] += objective(z[None], x[None], y[None]).sum().double().cpu()
-                if y.is_floating_point():
-                    out[row, 0] = torch.nan
+                if y.is_floating_point() or z.shape[:-1] != y.shape or z.shape[-1] < 2:
+                    out[row, 0] = torch.nan  # not a choice among classes
                     continue
                 mask = p.stream.mask(y, task)
                 z = z if mask is None else z.masked_fill(~mask, -torch.inf)

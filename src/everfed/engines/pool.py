@@ -6,6 +6,7 @@ but requests and answers, and those only between a run's own processes, never fr
 
 from __future__ import annotations
 
+import ctypes
 import io
 import mmap
 import multiprocessing as mp
@@ -32,6 +33,12 @@ def available() -> bool:
 
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def die_with_parent() -> None:
+    """Have this process killed when its parent dies, so that nothing goes on behind its back."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Slab:
@@ -125,6 +132,7 @@ class Worker:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for end in inherited:
             end.close()
+        die_with_parent()
         torch.set_num_threads(1)
         while True:
             try:

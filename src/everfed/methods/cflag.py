@@ -34,7 +34,7 @@ from torch import Tensor, where
 from everfed import memory
 from everfed.chance import rng
 from everfed.errors import EverfedError
-from everfed.local import Local, cut
+from everfed.local import Local
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.registry import register
 from everfed.vector import dot, sq
@@ -45,6 +45,7 @@ class Track(Part):
     """Local steps along the global gradient, corrected by the change of the own one."""
 
     reduces = {"g": "mean"}
+    stage = 0
     iag: bool = True
 
     @property
@@ -71,9 +72,9 @@ class Track(Part):
         if not self.iag:
             return g.add_(drift)
         if c.step == 0:  # the table as it is: every entry at x
-            pieces = cut(c.ids, c.local, c.seed, c.round, c.client)
-            c.scratch["share"] = [len(piece) / len(c.ids) for piece in pieces]
-            c.scratch["table"] = torch.cat([c.gradient(c.start, piece) for piece in pieces])
+            total = sum(len(piece) for piece in c.pieces)
+            c.scratch["share"] = [len(piece) / total for piece in c.pieces]
+            c.scratch["table"] = torch.cat([c.gradient(c.start, piece) for piece in c.pieces])
             shares = torch.tensor(c.scratch["share"]).to(w)
             c.scratch["mean"] = (shares @ c.scratch["table"]).unsqueeze(0)
         else:

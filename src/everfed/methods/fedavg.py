@@ -21,6 +21,7 @@ from everfed.methods.registry import register
 class ServerRate(Part):
     """Scales the server's step; "1/task" divides by the task's number (from 1)."""
 
+    stage = 3
     rate: PositiveFloat | Literal["1/task"] = 1.0
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:

@@ -20,9 +20,15 @@ from everfed.vector import Layout
 class ServerMomentum(Part):
     """Momentum on the server."""
 
+    stage = 4
     beta: Fraction = 0.9
     server_lr: PositiveFloat = 1.0
     nesterov: bool = False
+    reset: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        return self.reset
 
     def init(self, w: Tensor, layout: Layout) -> State:
         return {"v": zeros_like(w)}
@@ -32,13 +38,18 @@ class ServerMomentum(Part):
         step = update + self.beta * v if self.nesterov else v
         return self.server_lr * step, {"v": v}
 
+    def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
+        return {"v": zeros_like(w)} if self.reset else s
+
 
 @register("Hsu et al. 2019")
 def fedavgm(
     beta: Fraction = 0.9,
     server_lr: PositiveFloat = 1.0,
     nesterov: bool = False,
+    reset: bool = False,
     average: Average = "samples",
 ) -> Method:
-    """FedAvg with momentum on the server."""
-    return Method(ServerMomentum(beta, server_lr, nesterov), average=average, name="fedavgm")
+    """FedAvg with momentum on the server; `reset` forgets it at a task's end."""
+    part = ServerMomentum(beta, server_lr, nesterov, reset)
+    return Method(part, average=average, name="fedavgm")

@@ -32,6 +32,7 @@ class FedEve(Part):
     `q_mode` "update" takes sigma_Q from |u|^2, as a public implementation does.
     """
 
+    stage = 4
     spread = True
     server_lr: PositiveFloat = 1.0
     q_mode: Literal["innovation", "update"] = "innovation"

@@ -26,12 +26,21 @@ from everfed.methods.registry import register
 class Nova(Part):
     """Updates normalised by how much work each client did; `mu` is that of a Prox beside it."""
 
+    stage = 2
     reduces = {"a": "mean"}
     mu: NonNegativeFloat = 0.0
 
     def check(self, local: Local) -> None:
         if local.optimizer != "sgd" or local.nesterov or (self.mu and local.momentum):
             raise EverfedError("FedNova is known for sgd with momentum or with mu, not for this")
+
+    def check_beside(self, parts: tuple[Part, ...]) -> None:
+        mu = sum(part.mu for part in parts if isinstance(part, Prox))
+        if mu != self.mu:
+            raise EverfedError(
+                f"FedNova must know the proximal strength: use fednova(mu={mu:g}), do not add "
+                "fedprox to it"
+            )
 
     def norm(self, steps: Tensor, lr: float, momentum: float) -> Tensor:
         """|a| after that many steps."""

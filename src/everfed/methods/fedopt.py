@@ -25,11 +25,17 @@ from everfed.vector import Layout
 class ServerAdaptive(Part):
     """An adaptive optimiser on the server."""
 
+    stage = 4
     kind: Literal["adagrad", "adam", "yogi"] = "adam"
     server_lr: PositiveFloat = 0.01
     beta1: Fraction = 0.9
     beta2: Fraction = 0.99
     tau: PositiveFloat = 1e-3
+    reset: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        return self.reset
 
     def init(self, w: Tensor, layout: Layout) -> State:
         return {"m": zeros_like(w), "v": full_like(w, self.tau**2)}
@@ -46,13 +52,19 @@ class ServerAdaptive(Part):
                 v = v - (1 - self.beta2) * u2 * (v - u2).sign()
         return self.server_lr * m / (v.sqrt() + self.tau), {"m": m, "v": v}
 
+    def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
+        return self.init(w, Layout(())) if self.reset else s
+
 
 @register("Reddi et al. 2021")
 def fedadagrad(
-    server_lr: PositiveFloat = 0.1, tau: PositiveFloat = 1e-3, average: Average = "samples"
+    server_lr: PositiveFloat = 0.1,
+    tau: PositiveFloat = 1e-3,
+    reset: bool = False,
+    average: Average = "samples",
 ) -> Method:
     """Adagrad on the server."""
-    part = ServerAdaptive("adagrad", server_lr, beta1=0.0, tau=tau)
+    part = ServerAdaptive("adagrad", server_lr, beta1=0.0, tau=tau, reset=reset)
     return Method(part, average=average, name="fedadagrad")
 
 
@@ -62,10 +74,11 @@ def fedadam(
     beta1: Fraction = 0.9,
     beta2: Fraction = 0.99,
     tau: PositiveFloat = 1e-3,
+    reset: bool = False,
     average: Average = "samples",
 ) -> Method:
     """Adam on the server."""
-    part = ServerAdaptive("adam", server_lr, beta1, beta2, tau)
+    part = ServerAdaptive("adam", server_lr, beta1, beta2, tau, reset)
     return Method(part, average=average, name="fedadam")
 
 
@@ -75,8 +88,9 @@ def fedyogi(
     beta1: Fraction = 0.9,
     beta2: Fraction = 0.99,
     tau: PositiveFloat = 1e-3,
+    reset: bool = False,
     average: Average = "samples",
 ) -> Method:
     """Yogi on the server."""
-    part = ServerAdaptive("yogi", server_lr, beta1, beta2, tau)
+    part = ServerAdaptive("yogi", server_lr, beta1, beta2, tau, reset)
     return Method(part, average=average, name="fedyogi")

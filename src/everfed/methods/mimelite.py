@@ -25,6 +25,11 @@ class MimeLite(Part):
 
     reduces = {"g": "mean"}
     beta: Fraction = 0.01
+    reset: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        return self.reset
 
     def check(self, local: Local) -> None:
         if local.optimizer != "sgd" or local.momentum:
@@ -45,8 +50,11 @@ class MimeLite(Part):
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         return update, {"m": (1 - self.beta) * r["g"] + self.beta * s["m"]}
 
+    def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
+        return {"m": zeros_like(w)} if self.reset else s
+
 
 @register("Karimireddy et al. 2021")
-def mimelite(beta: Fraction = 0.01, average: Average = "uniform") -> Method:
+def mimelite(beta: Fraction = 0.01, reset: bool = False, average: Average = "uniform") -> Method:
     """Server momentum applied in every local step, without client state."""
-    return Method(MimeLite(beta), average=average, name="mimelite")
+    return Method(MimeLite(beta, reset), average=average, name="mimelite")

@@ -46,7 +46,7 @@ class Scaffold(Part):
         return {"c": zeros_like(w)}
 
     def client_init(self, w: Tensor) -> State:
-        return {"c": zeros_like(w), "task": tensor(0)}
+        return {"c": zeros_like(w), "task": tensor(0, device=w.device)}
 
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
         return w, {"c": s["c"]}

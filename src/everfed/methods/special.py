@@ -34,6 +34,7 @@ def pull(theta: Tensor, anchor: Tensor, lam: float) -> Tensor:
 class Anchor(Part):
     """Pulls the server's model to that of the previous task's end, every round."""
 
+    stage = 5
     lam: NonNegativeFloat = 0.25
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:

@@ -55,7 +55,8 @@ def _curves(axis: Axes, runs: Runs, j: int, tasks: Sequence[str]) -> None:
         by_round: dict[int, list[float]] = {}
         for records in own:
             for r in records:
-                if r["metric"] == "accuracy" and r.get("on") == j and not r.get("end"):
+                own_test = r["metric"] == "accuracy" and r.get("on") == j and not r.get("end")
+                if own_test and r["value"] is not None:
                     by_round.setdefault(r["round"] + 1, []).append(100 * r["value"])
         at = sorted(by_round)
         mean = np.array([np.mean(by_round[t]) for t in at])
@@ -65,7 +66,8 @@ def _curves(axis: Axes, runs: Runs, j: int, tasks: Sequence[str]) -> None:
         axis.fill_between(at, mean - spread, mean + spread, color=colour, alpha=0.12, lw=0)
     for edge in _boundaries(runs):
         axis.axvline(edge + 0.5, color="0.75", lw=0.8, ls=":")
-    axis.set_title(f"task {j + 1}: {tasks[j]}", loc="left", fontsize=9)
+    name = f": {tasks[j]}" if tasks[j] else ""
+    axis.set_title(f"task {j + 1}{name}", loc="left", fontsize=9)
     axis.set_ylim(0, 100)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -86,11 +88,13 @@ def _matrices(figure: FigureBase, runs: Runs, tasks: Sequence[str]) -> None:
         axis.set_visible(False)
     size = len(tasks)
     for k, (axis, (method, own)) in enumerate(zip(axes, runs.items(), strict=False)):
-        a = 100 * np.mean([matrix(records) for records in own], axis=0)
+        a = 100 * np.mean([_padded(matrix(records), size) for records in own], axis=0)
         shown = np.where(np.tril(np.ones((size, size), bool)), a, np.nan)
         axis.imshow(shown, vmin=0, vmax=100, cmap="viridis")
         for i in range(size):
             for j in range(i + 1):
+                if np.isnan(a[i, j]):
+                    continue
                 light = "white" if a[i, j] < 60 else "black"
                 axis.text(j, i, f"{a[i, j]:.0f}", ha="center", va="center", color=light, fontsize=8)
         axis.set_title(method, fontsize=9)
@@ -102,3 +106,10 @@ def _matrices(figure: FigureBase, runs: Runs, tasks: Sequence[str]) -> None:
             axis.set_ylabel("after task", fontsize=9)
         if k >= len(runs) - columns:
             axis.set_xlabel("accuracy on task", fontsize=9)
+
+
+def _padded(a: np.ndarray, size: int) -> np.ndarray:
+    """An unfinished run's matrix, with NaN for what is not there yet."""
+    out = np.full((size, size), np.nan)
+    out[: len(a), : len(a)] = a
+    return out

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,7 +47,7 @@ def domains(
         return [ids[column[ids] == data.tasks.index(name)] for name in names]
 
     sets = tuple(zip(held(data.train), held(data.test), strict=True))
-    _check_sets(data, names, sets)
+    _check_split(data, names, sets, clients, alpha)
     return TaskStream(data, clients, rounds, alpha, sets, names, seed=seed)
 
 
@@ -68,10 +69,12 @@ def classes(
     _positive(clients=clients, rounds=rounds, tasks=tasks)
     if data.classes % tasks:
         raise EverfedError(f"{data.classes} classes cannot be cut into {tasks} equal tasks")
-    if head == "shared":
-        raise EverfedError("head must be 'class' or 'task'")
+    if head not in ("class", "task"):
+        raise EverfedError(f"head must be 'class' or 'task', not {head!r}")
+    if data.y.dim() > 1 or not data.classes:
+        raise EverfedError(f"{data.name} has no classes")
 
-    def make(chosen: int) -> Stream:
+    def make(chosen: int) -> TaskStream:
         cut = rng(chosen, "class order").permutation(data.classes).reshape(tasks, -1)
         y = data.y.numpy()
 
@@ -81,20 +84,12 @@ def classes(
         sets = tuple(zip(held(data.train), held(data.test), strict=True))
         names = tuple("classes " + " ".join(map(str, group)) for group in cut)
         groups = tuple(tuple(map(int, group)) for group in cut)
-        _check_sets(data, names, sets)
+        _check_split(data, names, sets, clients, alpha)
         return TaskStream(data, clients, rounds, alpha, sets, names, head, groups, chosen)
 
     if seed is not None:
         return make(seed)
-    first = make(0)
-    assert isinstance(first, TaskStream)
-    return _unseeded(first, make)
-
-
-def _unseeded(stream: TaskStream, make: Any) -> Stream:
-    from dataclasses import replace
-
-    return replace(stream, seed=None, remake=make)
+    return replace(make(0), seed=None, remake=make)
 
 
 def static(
@@ -108,6 +103,7 @@ def static(
     """Data that stand still: one task, split once over the clients with label skew."""
     _positive(clients=clients, rounds=rounds)
     sets = ((data.train, data.test),)
+    _check_split(data, ("all",), sets, clients, alpha)
     return TaskStream(data, clients, rounds, alpha, sets, ("all",), seed=seed)
 
 
@@ -178,12 +174,28 @@ def _positive(**values: int) -> None:
             raise EverfedError(f"{name} must be at least 1, not {value}")
 
 
-def _check_sets(
-    data: Data, names: Sequence[str], sets: Sequence[tuple[np.ndarray, np.ndarray]]
+def _check_split(
+    data: Data,
+    names: Sequence[str],
+    sets: Sequence[tuple[np.ndarray, np.ndarray]],
+    clients: int,
+    alpha: float | None,
 ) -> None:
+    """Every task can be split over the clients and tested."""
     for name, (train, test) in zip(names, sets, strict=True):
         if not len(train) or not len(test):
             raise EverfedError(f"{data.name}: task {name!r} has no training or no test samples")
+        if len(train) < clients:
+            raise EverfedError(
+                f"{data.name}: the {len(train)} samples of task {name!r} cannot be split over "
+                f"{clients} clients"
+            )
+    if alpha is None or alpha == math.inf:
+        return
+    if not alpha > 0:
+        raise EverfedError(f"alpha must be above 0, not {alpha}")
+    if data.y.is_floating_point() or data.y.dim() > 1:
+        raise EverfedError(f"{data.name} has no classes to skew: use alpha = inf (equal parts)")
 
 
 def _list(names: Sequence[str]) -> str:

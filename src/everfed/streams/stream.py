@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from everfed.data.table import Data
+from everfed.streams.partition import split
 
 #: shared: one head for all tasks; class: classes arrive task by task and compete with all seen;
 #: task: the task's identity is known, only its own classes compete
@@ -42,7 +43,9 @@ class Stream(ABC):
     @property
     def tasks(self) -> tuple[str, ...]:
         """Names of the tasks, in order."""
-        return ("all",)
+        if self.task_rounds is None:
+            return ("all",)
+        return tuple(f"task {k + 1}" for k in range(len(self.task_rounds)))
 
     def task(self, round_: int) -> int:
         """The task of a round."""
@@ -90,13 +93,17 @@ class Stream(ABC):
     def mask(self, y: Tensor, task: int, new: bool = False) -> Tensor | None:
         """Which outputs compete for samples with labels y: (...) -> (..., classes) or None.
 
-        With `new`, in class-incremental streams only the classes that the task brings.
+        With `new`, in class-incremental streams only the classes that the task brings (for samples
+        of those classes; a replayed sample competes with all seen).
         """
         if self.head == "shared":
             return None
         if self.head == "class":
-            first = task if new else 0
-            return self._classes(range(first, task + 1)).to(y.device).expand(*y.shape, -1)
+            seen = self._classes(range(task + 1)).to(y.device)
+            if not new:
+                return seen.expand(*y.shape, -1)
+            fresh = self._classes([task]).to(y.device)
+            return torch.where(fresh[y].unsqueeze(-1), fresh, seen)
         return self._same_task.to(y.device)[y]
 
     def _classes(self, tasks: Iterable[int]) -> Tensor:
@@ -154,8 +161,6 @@ class TaskStream(Stream):
     def samples(self, client: int, round_: int) -> np.ndarray:
         task = self.task(round_)
         if task not in self._parts:
-            from everfed.streams.partition import split
-
             ids = self.sets[task][0]
             labels = self.data.y[torch.as_tensor(ids)].numpy()
             parts = split(labels, self.clients, self.alpha, self.seed or 0, task)
@@ -168,8 +173,6 @@ class TaskStream(Stream):
     def seeded(self, seed: int) -> Stream:
         if self.seed is not None:
             return self
-        from dataclasses import replace
-
         return self.remake(seed) if self.remake else replace(self, seed=seed)
 
     def describe(self) -> dict[str, Any]:
