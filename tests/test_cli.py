@@ -168,6 +168,13 @@ def test_list():
     assert "no list of 'things'" in everfed("list", "things", expect=2).stderr
 
 
+def test_bench():
+    said = everfed("bench", "W2", "--seconds", "0.1", "--workers", "1", "-m", "fedeve", "--json")
+    row = json.loads(said.stdout)
+    assert row["samples_per_second"] * row["seconds_per_round"] == pytest.approx(7 * 285)
+    assert "no workload 'W9'" in everfed("bench", "W9", expect=1).stderr
+
+
 def test_the_printed_default_is_a_configuration(tmp_path):
     (tmp_path / "mine.toml").write_text(everfed("config").stdout)
     assert configs.read(tmp_path / "mine.toml") == configs.read(None)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
-from everfed import models
+from everfed import __version__, models
 from everfed.chance import rng
 from everfed.client import ClientProgram
 from everfed.compute import choose
 from everfed.data.table import Data, arrays
 from everfed.engines.local import LocalEngine, workers_for
+from everfed.errors import EverfedError
 from everfed.local import Local
 from everfed.method import Method
+from everfed.methods import METHODS
 from everfed.round import Federation, Rounds, draw_cohort
 from everfed.runs import Precision, surroundings
 from everfed.streams.stream import Stream
@@ -137,3 +139,38 @@ def measure(workload: Workload, seconds: float = 3.0, **options: Any) -> tuple[f
             return speed, per_round, bench.engine.describe()
         finally:
             bench.engine.close()
+
+
+def rows(
+    names: Sequence[str] | None, seconds: float, precision: str, method: str, workers: int | None
+) -> Iterator[dict[str, Any]]:
+    """One measurement a workload, as plain values."""
+    if precision not in get_args(Precision):
+        raise EverfedError(f"precision must be float32 or bf16, not {precision!r}")
+    if method not in METHODS:
+        raise EverfedError(f"no method {method!r}; 'everfed list' names them")
+    for name in names or WORKLOADS:
+        if name not in WORKLOADS:
+            raise EverfedError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+    for name in names or WORKLOADS:
+        work = WORKLOADS[name]
+        options = {"method": METHODS[method].build(), "precision": precision, "workers": workers}
+        speed, per_round, engine = measure(work, seconds, **options)
+        yield {
+            "peer": "everfed",
+            "version": __version__,
+            "workload": name,
+            "what": work.what,
+            "method": method,
+            "samples_per_second": speed,
+            "seconds_per_round": per_round,
+            "engine": engine,
+        }
+
+
+def sentence(row: dict[str, Any]) -> str:
+    """A measurement for people."""
+    return (
+        f"{row['workload']} {row['what']}\n   {row['method']}: {row['samples_per_second']:,.0f} "
+        f"samples/s, {1000 * row['seconds_per_round']:.1f} ms a round, {row['engine']}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -145,6 +146,28 @@ def list_(
     from everfed import listing
 
     out.print(listing.table(what))
+
+
+@app.command()
+def bench(
+    workloads: Annotated[
+        list[str] | None,
+        typer.Argument(help="W1 (LeNet5), W2 (MLP), W3 (ResNet-18); default: all."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time for each.")] = 5.0,
+    precision: Annotated[str, typer.Option(help="float32 or bf16.")] = "float32",
+    method: Annotated[str, typer.Option("--method", "-m", help="Method by name.")] = "fedavg",
+    workers: Annotated[int | None, typer.Option(min=1, help="Default: as a run chooses.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object a workload.")] = False,
+) -> None:
+    """Measure this machine: training samples per second on fixed workloads."""
+    from everfed import bench as benching
+
+    for row in benching.rows(workloads, seconds, precision, method, workers):
+        if json_:
+            print(json.dumps(row))
+        else:
+            out.print(benching.sentence(row), highlight=False, soft_wrap=True)
 
 
 @app.command("config")

@@ -7,7 +7,7 @@ gives the slope at its input. The numbers are autograd's up to rounding (tested)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,42 +206,24 @@ class MaxPool(Layer):
 
 
 @dataclass(frozen=True)
-class ReLU(Layer):
+class Activation(Layer):
+    """An element-wise function whose way back needs its output only."""
+
+    function: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor, Tensor], Tensor]  #: slope at the output, output -> slope at the input
+
     def forward(self, params: Params, h: Tensor) -> tuple[Tensor, Any]:
-        out = h.clamp_min(0)
+        out = self.function(h)
         return out, out
 
     def backward(self, params: Params, saved: Any, slope: Tensor) -> Tensor:
-        out: Tensor = aten.threshold_backward(slope, saved, 0)
-        return out
-
-
-@dataclass(frozen=True)
-class Tanh(Layer):
-    def forward(self, params: Params, h: Tensor) -> tuple[Tensor, Any]:
-        out = h.tanh()
-        return out, out
-
-    def backward(self, params: Params, saved: Any, slope: Tensor) -> Tensor:
-        out: Tensor = aten.tanh_backward(slope, saved)
-        return out
-
-
-@dataclass(frozen=True)
-class Sigmoid(Layer):
-    def forward(self, params: Params, h: Tensor) -> tuple[Tensor, Any]:
-        out = h.sigmoid()
-        return out, out
-
-    def backward(self, params: Params, saved: Any, slope: Tensor) -> Tensor:
-        out: Tensor = aten.sigmoid_backward(slope, saved)
-        return out
+        return self.back(slope, saved)
 
 
 PLAIN: dict[type[nn.Module], Layer] = {
-    nn.ReLU: ReLU(),
-    nn.Tanh: Tanh(),
-    nn.Sigmoid: Sigmoid(),
+    nn.ReLU: Activation(torch.relu, lambda slope, out: aten.threshold_backward(slope, out, 0)),
+    nn.Tanh: Activation(torch.tanh, aten.tanh_backward),
+    nn.Sigmoid: Activation(torch.sigmoid, aten.sigmoid_backward),
     nn.Flatten: Flatten(),
 }
 
