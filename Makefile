@@ -1,15 +1,19 @@
 # make demo: set up and compare the methods.   make test: set up, lint, types, tests.
+# make bench: everfed beside other simulators (each in its own environment), docs/benchmarks.md.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types clean
+.PHONY: demo test bench lint types clean
 
 demo: $(VENV)/.ready
 	$(BIN)/everfed compare
 
 test: lint types
 	$(BIN)/pytest
+
+bench: $(VENV)/.ready
+	$(BIN)/python benchmarks/run.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
