@@ -42,12 +42,20 @@ REASONS = {
 
 
 def in_turn(jobs: dict[Any, Callable[[], float]]) -> dict[Any, float]:
-    """The medians of measurements that are repeated in turn."""
+    """The medians of measurements that are repeated in turn, after a first one that is dropped."""
     found: dict[Any, list[float]] = {key: [] for key in jobs}
+    for job in jobs.values():
+        job()
     for _ in range(REPEATS):
         for key, job in jobs.items():
             found[key].append(job())
     return {key: statistics.median(values) for key, values in found.items()}
+
+
+def section(title: str, columns: str, rows: list[str], *after: str) -> list[str]:
+    """A heading, a table with its first column to the left, and what follows it."""
+    rule = "|---|" + "---:|" * (columns.count("|") - 2)
+    return [f"## {title}", "", columns, rule, *rows, "", *after]
 
 
 def round_time(workload: bench.Workload, seconds: float = 1.5, **options: Any) -> float:
@@ -69,17 +77,14 @@ def population() -> list[str]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds, gigabytes = map(float, done.stdout.split())
     rows = [f"| {n:,} | {1000 * t:.1f} | {t / times[10**3]:.2f} |" for n, t in times.items()]
-    return [
-        "## Clients in the population (W1, 10 a round, one worker)",
-        "",
+    return section(
+        "Clients in the population (W1, 10 a round, one worker)",
         "| clients | ms a round | to 1,000 |",
-        "|---:|---:|---:|",
-        *rows,
-        "",
+        rows,
         f"A million clients: {seconds:.1f} s from the start of Python to the first round's end, "
         f"{gigabytes:.2f} GB at the most.",
         "",
-    ]
+    )
 
 
 def cohort(axis: Any) -> list[str]:
@@ -91,14 +96,8 @@ def cohort(axis: Any) -> list[str]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         rows.append(f"| {n} | {1000 * times[n]:.0f} | {1000 * times[n] / n:.1f} | {peak:.2f} |")
     axis.loglog(list(times), list(times.values()), "o-", label="clients in the cohort (W1)")
-    return [
-        "## Clients in the cohort (W1, one worker)",
-        "",
-        "| clients a round | ms a round | ms a client | peak GB of the process so far |",
-        "|---:|---:|---:|---:|",
-        *rows,
-        "",
-    ]
+    columns = "| clients a round | ms a round | ms a client | peak GB of the process so far |"
+    return section("Clients in the cohort (W1, one worker)", columns, rows)
 
 
 def model_size(axis: Any) -> list[str]:
@@ -110,14 +109,8 @@ def model_size(axis: Any) -> list[str]:
         times[d] = round_time(work, 1.0, workers=1)
         rows.append(f"| {d:,} | {1000 * times[d]:.1f} | {1e9 * times[d] / d / 1995:.3f} |")
     axis.loglog(list(times), list(times.values()), "s-", label="parameters (W2)")
-    return [
-        "## Parameters (W2 with other hidden widths, one worker)",
-        "",
-        "| parameters | ms a round | ns a parameter and sample |",
-        "|---:|---:|---:|",
-        *rows,
-        "",
-    ]
+    columns = "| parameters | ms a round | ns a parameter and sample |"
+    return section("Parameters (W2 with other hidden widths, one worker)", columns, rows)
 
 
 def workers() -> list[str]:
@@ -128,8 +121,7 @@ def workers() -> list[str]:
         times = in_turn(jobs)
         one, two = 1000 * times[1], 1000 * times[2]
         rows.append(f"| {name} | {one:.1f} | {two:.1f} | {one / two:.2f} |")
-    head = ["| | ms, 1 worker | ms, 2 workers | speed-up |", "|---|---:|---:|---:|"]
-    return ["## Workers", "", *head, *rows, ""]
+    return section("Workers", "| | ms, 1 worker | ms, 2 workers | speed-up |", rows)
 
 
 def methods() -> list[str]:
@@ -148,8 +140,8 @@ def methods() -> list[str]:
         f"{columns['W2'][name] / columns['W2']['fedavg']:.2f} | {why} |"
         for name, why in REASONS.items()
     ]
-    head = ["| method | W1 | W2 | what it does more |", "|---|---:|---:|---|"]
-    return ["## Methods: time of a round relative to FedAvg", "", *head, *rows, ""]
+    columns = "| method | W1 | W2 | what it does more |"
+    return section("Methods: time of a round relative to FedAvg", columns, rows)
 
 
 def start_up() -> list[str]:
