@@ -13,7 +13,7 @@ import everfed as ef
 from everfed.compute import ModuleCompute, Objective, SequenceCompute, choose, layers_of
 from everfed.compute.base import cross_entropy
 from everfed.curvature import hutchinson
-from everfed.local import Local, Optimiser
+from everfed.local import Affine, Local, Optimiser
 from everfed.vector import Layout, bind, load
 
 CPU = torch.device("cpu")
@@ -90,8 +90,29 @@ def test_fisher_is_the_mean_of_per_sample_squares(kind):
         scale[0, k] * explicit(net(), w[0], x[0, k : k + 1], y[0, k : k + 1], 1.0).square()
         for k in range(6)
     )
-    got = compute.fisher(w, x, y, scale, Objective())
+    got, mean = compute.fisher(w, x, y, scale, Objective())
     torch.testing.assert_close(got[0], expected, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(mean, compute.grad(w, x, y, scale, Objective())[0])
+    since = compute.layout.slots[-2].start  # the last layer only
+    top = compute.fisher(w, x, y, scale, Objective(), since)
+    torch.testing.assert_close(top[:, 0, since:], torch.stack([got, mean])[:, 0, since:])
+
+
+@pytest.mark.parametrize("pull", [0.0, 0.3, 4.0, 60.0])
+def test_a_fused_step_is_the_step_along_the_changed_gradient(pull):
+    """Two changes in a row, clients that have dropped out, and pulls up to where fusing ends."""
+    g = torch.Generator().manual_seed(0)
+    w, slope = torch.randn(2, 2, 5, generator=g).double()
+    each = Affine(torch.randn(3, 5, generator=g).double(), scale=0.7, pull=pull)
+    all_ = Affine(torch.randn(5, generator=g).double(), scale=1.3, pull=0.1)
+    expected = w - 0.1 * all_(each(slope.clone(), w), w)
+    by_hand = 1.3 * (0.7 * slope + pull * w + each.shift[:2]) + 0.1 * w + all_.shift
+    torch.testing.assert_close(expected, w - 0.1 * by_hand)
+    fused = all_.after(each).fuse(0.1)
+    assert (fused is None) == (pull > 3.7)  # 0.1 * (1.3 * pull + 0.1) > 0.5
+    if fused is not None:
+        rate, finish = fused
+        torch.testing.assert_close(finish(w - rate * slope), expected)
 
 
 def test_hutchinson_estimates_the_exact_hessian_diagonal():

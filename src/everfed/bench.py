@@ -93,15 +93,14 @@ class Bench:
 
     def time(self, seconds: float, least: int = 2) -> tuple[float, float]:
         """Samples per second and seconds per round, over whole rounds for about that long."""
-        stream, fed = self.rounds.stream, self.fed
-        done, count, began = 0, 0, time.perf_counter()
-        while count < least or time.perf_counter() - began < seconds:
-            cohort, _ = draw_cohort(stream, fed.round, self.rounds.sample, 0)
-            done += sum(len(stream.samples(client, fed.round)) for client in cohort)
-            self.rounds.play(fed)
-            count += 1
+        stream, first, began = self.rounds.stream, self.fed.round, time.perf_counter()
+        while self.fed.round < first + least or time.perf_counter() - began < seconds:
+            self.rounds.play(self.fed)
         spent = time.perf_counter() - began
-        return done / spent, spent / count
+        played = range(first, self.fed.round)
+        cohorts = [(draw_cohort(stream, r, self.rounds.sample, 0)[0], r) for r in played]
+        done = sum(len(stream.samples(client, r)) for cohort, r in cohorts for client in cohort)
+        return done / spent, spent / len(played)
 
 
 def prepare(

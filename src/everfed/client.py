@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,13 +22,15 @@ from everfed.compute import Compute, Objective
 from everfed.compute.base import LossFunction, cross_entropy
 from everfed.data.table import Data
 from everfed.errors import EverfedError
-from everfed.local import Local, Optimiser, Plan, batches
+from everfed.local import Affine, Local, Optimiser, Plan, batches
 from everfed.method import Context, Method, State
 from everfed.reduce import Uploads
 from everfed.streams.stream import Stream
 from everfed.vector import Layout
 
 Exchange = Literal["probe", "train", "close"]
+#: (gradients, models), (clients, d) each -> the changed gradients
+Change = Callable[[Tensor, Tensor], Tensor]
 #: floats of input that are gathered at once
 GATHER = 2**24
 #: samples of one slice when a gradient over all of a client's data is taken
@@ -159,11 +162,12 @@ class Phase(Context):
     def gradient(self, w: Tensor, ids: np.ndarray | None = None) -> Tensor:
         return self._over(w, ids, lambda *a: self.program.compute.grad(*a)[0])
 
-    def fisher(self, w: Tensor) -> Tensor:
-        return self._over(w, None, self.program.compute.fisher)
+    def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
+        squares, means = self._over(w, None, partial(self.program.compute.fisher, since=since))
+        return squares, means
 
     def _over(self, w: Tensor, ids: np.ndarray | None, what: Callable[..., Tensor]) -> Tensor:
-        """The mean over each client's samples of what `compute` gives for a slice of them."""
+        """The mean over each client's samples of what `compute` gives, (..., clients, d)."""
         p = self.program
         held = [job.trains_on for job in self.jobs] if ids is None else [ids]
         rows = w.reshape(-1, self.layout.d).expand(len(held), -1)
@@ -174,12 +178,13 @@ class Phase(Context):
             table[row] = own[0]  # padding is a sample of one's own, with weight 0
             table[row, : len(own)] = own
             scale[row, : len(own)] = 1 / len(own)
-        total = torch.zeros(len(held), self.layout.d, device=w.device, dtype=w.dtype)
+        total = torch.zeros(1, device=w.device, dtype=w.dtype)
         with p.compute.kept_buffers():  # a measurement leaves running statistics alone
             for k in range(0, widest, SLICE):
                 x, y = p.data.take(torch.from_numpy(table[:, k : k + SLICE]), w.dtype)
-                total += what(rows, x, y, scale[:, k : k + SLICE].to(w), p.objective(self.task))
-        return total[0] if self.alone else total
+                piece = scale[:, k : k + SLICE].to(w)
+                total = total + what(rows, x, y, piece, p.objective(self.task))
+        return total[..., 0, :] if self.alone else total
 
     def hutchinson(self, w: Tensor, probes: int) -> Tensor:
         p = self.program
@@ -225,7 +230,17 @@ class ClientProgram:
         self.width = self.compute.width if self.method.batched else 1
         self.hooks = {
             hook: self.method.using(hook)
-            for hook in ("data", "probe", "loss", "grad", "after", "finish", "remember", "close")
+            for hook in (
+                "data",
+                "probe",
+                "loss",
+                "affine",
+                "grad",
+                "after",
+                "finish",
+                "remember",
+                "close",
+            )
         }
 
     def objective(self, task: int, new: bool = True) -> Objective:
@@ -270,11 +285,11 @@ class ClientProgram:
 
     def _hook(self, name: str, part: int, phase: Phase) -> Any:
         """A part's hook; an exception in it is named with the part, the clients and the round."""
-        hook, phase = getattr(self.method.parts[part], name), phase.enter(part)
+        hook = getattr(self.method.parts[part], name)
 
         def call(*args: Any) -> Any:
             try:
-                return hook(*args, phase)
+                return hook(*args, phase.enter(part))
             except EverfedError:
                 raise
             except Exception as error:
@@ -337,23 +352,52 @@ class ClientProgram:
         if self.hooks["loss"]:
             objective = Objective(objective.loss, objective.mask, self._extra_loss(phase))
         optimiser = Optimiser(self.local)
-        fused = self.local.plain and not self.hooks["grad"]
+        changes = self._changes(phase)
+        rate, bend = self._fused(changes, ask.lr)
         total = torch.zeros(len(plans), device=w.device, dtype=w.dtype)
+        rows = w
         for k, x, y, scale in self._batches([plan.steps for plan in plans], w.dtype):
-            rows = w[: len(x)]
-            phase.first(len(x))
+            if len(x) != len(rows):
+                rows = w[: len(x)]
+                phase.first(len(x))
             phase.step, phase.component = k, plans[0].picks[k]
-            if fused:
-                loss = self.compute.descend(rows, x, y, scale, objective, ask.lr)
+            if rate is not None:
+                loss = self.compute.descend(rows, x, y, scale, objective, rate)
+                if bend is not None:
+                    bend(rows)
             else:
                 g, loss = self.compute.grad(rows, x, y, scale, objective)
-                for i in self.hooks["grad"]:
-                    g = self._hook("grad", i, phase)(g, rows)
+                for change in changes:
+                    g = change(g, rows)
                 optimiser.step(rows, g, ask.lr)
             total[: len(x)] += loss
             for i in self.hooks["after"]:
                 rows.copy_(self._hook("after", i, phase)(rows))
         return total / phase.steps_all[:, 0]
+
+    def _changes(self, phase: Phase) -> list[Change]:
+        """What the parts do to every gradient, in their order."""
+        out: list[Change] = []
+        for i in sorted({*self.hooks["affine"], *self.hooks["grad"]}):
+            affine = self._hook("affine", i, phase)()
+            if affine is not None:
+                out.append(affine)
+            elif i in self.hooks["grad"]:
+                out.append(self._hook("grad", i, phase))
+        return out
+
+    def _fused(
+        self, changes: list[Change], lr: float
+    ) -> tuple[float | None, Callable[[Tensor], Tensor] | None]:
+        """The rate of one plain step, which is cheapest, and what finishes it; no rate: no way."""
+        if not self.local.plain:
+            return None, None
+        whole: Affine | None = None
+        for change in changes:
+            if not isinstance(change, Affine):
+                return None, None
+            whole = change if whole is None else change.after(whole)
+        return (lr, None) if whole is None else whole.fuse(lr) or (None, None)
 
     def _extra_loss(self, phase: Phase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def extra(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -382,10 +426,13 @@ class ClientProgram:
             counts = torch.from_numpy(sizes).to(x.device)
             inside = torch.arange(width, device=x.device) < counts.unsqueeze(-1)
             scale = inside / counts.unsqueeze(-1).clamp(min=1).to(dtype)
-            for k in range(end - begin):
-                rows, longest = int((sizes[k] > 0).sum()), int(sizes[k].max())
-                cut = (k, slice(rows), slice(longest))
-                yield begin + k, x[cut], y[cut], scale[cut]
+            active, longest = (sizes > 0).sum(1).tolist(), sizes.max(1).tolist()
+            for k, (xs, ys, scales) in enumerate(zip(x, y, scale, strict=True)):
+                if active[k] == len(plans) and longest[k] == width:
+                    yield begin + k, xs, ys, scales
+                else:
+                    cut = (slice(active[k]), slice(longest[k]))
+                    yield begin + k, xs[cut], ys[cut], scales[cut]
 
     def _finish(self, ask: Ask, phase: Phase, w: Tensor, losses: Tensor) -> Reply:
         jobs = phase.jobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import numpy as np
@@ -67,6 +68,49 @@ class Local:
             case "sqrt":
                 return self.lr / math.sqrt(round_ + 1)
         return self.lr
+
+
+@dataclass(frozen=True, config=ConfigDict(arbitrary_types_allowed=True))
+class Affine:
+    """A change of gradients that stays the same for a local phase: g -> scale g + pull w + shift.
+
+    `shift` is (d,) or (clients, d).
+    """
+
+    shift: Tensor
+    scale: float = 1.0
+    pull: float = 0.0
+
+    def __call__(self, g: Tensor, w: Tensor) -> Tensor:
+        """The changed gradient, in place; g and w: (clients, d)."""
+        if self.scale != 1:
+            g.mul_(self.scale)
+        if self.pull:
+            g.add_(w, alpha=self.pull)
+        return g.add_(self._rows(self.shift, g))
+
+    def after(self, first: Affine) -> Affine:
+        """Both changes as one."""
+        shift = self.scale * first.shift + self.shift
+        return Affine(shift, self.scale * first.scale, self.scale * first.pull + self.pull)
+
+    def fuse(self, lr: float) -> tuple[float, Callable[[Tensor], Tensor]] | None:
+        """The step w - lr (scale g + pull w + shift) as a plain step and one more pass over w.
+
+        With t = lr pull it is (1 - t) (w - rate g) - lr shift, rate = lr scale / (1 - t): the rate,
+        and what finishes the step in place. None where t is too near to 1 or beyond.
+        """
+        t = lr * self.pull
+        if t > 0.5:
+            return None
+        if t == 0:
+            return lr * self.scale, lambda w: w.sub_(self._rows(self.shift, w), alpha=lr)
+        target = self.shift * (-lr / t)
+        return lr * self.scale / (1 - t), lambda w: w.lerp_(self._rows(target, w), t)
+
+    def _rows(self, v: Tensor, w: Tensor) -> Tensor:
+        """Of clients that still train; those with fewer steps lie at the end."""
+        return v if v.dim() == 1 else v[: len(w)]
 
 
 class Optimiser:

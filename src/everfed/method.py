@@ -23,7 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from everfed.errors import EverfedError
-from everfed.local import Local
+from everfed.local import Affine, Local
 from everfed.vector import Layout
 
 #: A part's server state, client state, extras for clients or uploads: named tensors.
@@ -61,8 +61,9 @@ class Context(Protocol):
         """The mean loss's gradient at w over all the client trains on (or over `ids`)."""
         ...
 
-    def fisher(self, w: Tensor) -> Tensor:
-        """Diagonal Fisher at w: the mean of per-sample squared gradients."""
+    def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
+        """Diagonal Fisher at w (the mean of per-sample squared gradients), and the mean gradient;
+        what lies before coordinate `since` may be left 0, which is cheaper."""
         ...
 
     def hutchinson(self, w: Tensor, probes: int) -> Tensor:
@@ -177,8 +178,12 @@ class Part:
         """A term for each sample's loss: outputs (clients, batch, classes) -> (clients, batch)."""
         raise NotImplementedError
 
+    def affine(self, c: Context) -> Affine | None:
+        """A change of the gradient that stays the same for a local phase: the cheapest kind."""
+        return None
+
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
-        """A change of the gradient. May change `g` in place."""
+        """Any other change of the gradient, where `affine` gives None. May change `g` in place."""
         return g
 
     def after(self, w: Tensor, c: Context) -> Tensor:

@@ -28,6 +28,14 @@ def kinds(method: Method, exchange: str) -> dict[str, Reduction]:
     return own | ({"update": "mean", "buffers": "mean"} if exchange == "train" else {})
 
 
+def _finite_rows(uploads: Uploads, rows: int) -> list[int]:
+    good = torch.ones(rows, dtype=torch.bool)
+    for value in uploads.values():
+        good &= torch.isfinite(value.reshape(rows, -1).sum(1)).cpu()
+    found: list[int] = good.nonzero()[:, 0].tolist()
+    return found
+
+
 @dataclass
 class Reducer:
     """A streaming reduction of (clients, ...) uploads."""
@@ -49,36 +57,38 @@ class Reducer:
                 why = f"{key} has shape {tuple(value.shape[1:])}, not {shape}"
                 self.dropped |= dict.fromkeys(clients, why)
                 return []
-        good = torch.ones(len(clients), dtype=torch.bool)
-        for value in uploads.values():
-            good &= torch.isfinite(value.reshape(len(clients), -1).sum(1)).cpu()
-        rows = good.nonzero()[:, 0].tolist()
-        if len(rows) < len(clients):
+        sums = self._reduced(uploads, weights)
+        rows = list(range(len(clients)))
+        if not all(bool(torch.isfinite(value.sum())) for value in sums.values()):
+            rows = _finite_rows(uploads, len(clients))
             bad = set(range(len(clients))) - set(rows)
             self.dropped |= {clients[row]: "NaN or infinity" for row in bad}
             if not rows:
                 return []
             uploads = {key: value[rows] for key, value in uploads.items()}
             weights = weights[rows]
+            sums = self._reduced(uploads, weights)
         self.n += len(rows)
         self.weight += float(weights.sum())
-        for key, value in uploads.items():
-            self._reduce(key, value, weights, [clients[row] for row in rows])
+        for key, value in sums.items():
+            if self.kinds.get(key) == "stack":
+                own = self.stacks.setdefault(key, {})
+                own.update({clients[i]: v.clone() for i, v in zip(rows, uploads[key], strict=True)})
+            else:
+                self._sum(key, value)
         return rows
 
-    def _reduce(self, key: str, value: Tensor, weights: Tensor, clients: list[int]) -> None:
-        kind = self.kinds[key]
-        if kind == "stack":
-            self.stacks.setdefault(key, {}).update(
-                {client: row.clone() for client, row in zip(clients, value, strict=True)}
-            )
-            return
-        flat = value.reshape(len(value), -1)
-        factors = weights.to(flat) if kind == "mean" else torch.ones(len(flat)).to(flat)
-        self._sum(key, (factors @ flat).reshape(value.shape[1:]))
-        if self.spread and key == "update":
-            self._sum("plain", flat.sum(0))
-            self._sum("squares", flat.double().square().sum())
+    def _reduced(self, uploads: Uploads, weights: Tensor) -> Uploads:
+        """Sums over these clients; one that is not finite betrays a row that is not."""
+        out: Uploads = {}
+        for key, value in uploads.items():
+            kind, flat = self.kinds[key], value.reshape(len(value), -1)
+            factors = weights.to(flat) if kind == "mean" else torch.ones(len(flat)).to(flat)
+            out[key] = (factors @ flat).reshape(value.shape[1:])
+            if self.spread and key == "update":
+                out["plain"] = flat.sum(0)
+                out["squares"] = flat.double().square().sum()
+        return out
 
     def _sum(self, key: str, value: Tensor) -> None:
         if key in self.sums:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everfed.curvature import sample_gradients
 from everfed.errors import EverfedError
 from everfed.vector import Layout, load
 
@@ -118,23 +117,12 @@ class Compute(ABC):
 
     @abstractmethod
     def fisher(
-        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective, since: int = 0
     ) -> Tensor:
-        """sum over samples of scale * squared per-sample gradient, (clients, d)."""
+        """Sums over samples of scale * squared gradient and of scale * gradient: (2, clients, d).
 
-    def fisher_by_samples(
-        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
-    ) -> Tensor:
-        """The same for any module and a single client, from its per-sample gradients."""
-        self.module.eval()
-        vector = w.reshape(-1)
-        total = torch.zeros_like(vector)
-        chunk = max(1, 2**24 // self.layout.d)
-        for k in range(0, x.shape[1], chunk):
-            piece = slice(k, k + chunk)
-            grads = sample_gradients(self, vector, x[0, piece], y[0, piece], objective)
-            total += scale[0, piece].to(total) @ grads.square()
-        return total.unsqueeze(0)
+        Coordinates before `since` are of no interest and may be left 0.
+        """
 
     @abstractmethod
     def logits(self, w: Tensor, x: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from everfed.vector import Layout, Slot
 
 aten = torch.ops.aten
+#: floats of per-sample gradients at once
+SAMPLES = 2**22
 #: a layer's parameters in a stack of models, (clients, *shape) each
 Params = Sequence[Tensor]
 
@@ -36,17 +38,16 @@ class Layer(ABC):
     def backward(self, params: Params, saved: Any, slope: Tensor) -> Tensor:
         """The slope at the input."""
 
-    def gradient(self, saved: Any, slope: Tensor, square: Tensor | None) -> Params:
-        """Gradients of the layer's parameters, summed over the batch.
+    def accumulate(  # noqa: B027 - most have no parameters
+        self, target: Params, saved: Any, slope: Tensor, beta: float, alpha: float
+    ) -> None:
+        """target <- beta * target + alpha * gradient of the layer's parameters, in place.
 
-        With `square`, (clients, batch): the sums of its products with squared per-sample gradients.
+        (0, 1) gives the gradient, (1, -lr) is a step of SGD on the parameters themselves.
         """
-        return ()
 
-    def descend(self, params: Params, saved: Any, slope: Tensor, lr: float) -> None:
-        """A plain SGD step of the layer's parameters, in place."""
-        for own, gradient in zip(params, self.gradient(saved, slope, None), strict=True):
-            own.sub_(gradient, alpha=lr)
+    def fisher(self, target: Params, saved: Any, slope: Tensor, scale: Tensor) -> None:  # noqa: B027
+        """target <- sum over samples of scale, (clients, batch), * squared gradient of a sample."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +76,16 @@ class Linear(Layer):
     def backward(self, params: Params, saved: Any, slope: Tensor) -> Tensor:
         return torch.bmm(slope, params[0])
 
-    def gradient(self, saved: Any, slope: Tensor, square: Tensor | None) -> Params:
-        if square is not None:
-            # a sample's gradient is slope * input, so its square is slope^2 * input^2
-            slope, saved = slope.square() * square.unsqueeze(-1), saved.square()
-        weight = torch.bmm(slope.transpose(1, 2), saved)
-        return (weight,) if len(self.slots) == 1 else (weight, slope.sum(1))
+    def accumulate(
+        self, target: Params, saved: Any, slope: Tensor, beta: float, alpha: float
+    ) -> None:
+        target[0].baddbmm_(slope.transpose(1, 2), saved, beta=beta, alpha=alpha)
+        if len(target) > 1:
+            _blend(target[1], slope.sum(1), beta, alpha)
 
-    def descend(self, params: Params, saved: Any, slope: Tensor, lr: float) -> None:
-        params[0].baddbmm_(slope.transpose(1, 2), saved, alpha=-lr)
-        if len(params) > 1:
-            params[1].sub_(slope.sum(1), alpha=lr)
+    def fisher(self, target: Params, saved: Any, slope: Tensor, scale: Tensor) -> None:
+        # a sample's gradient is slope * input, so its square is slope^2 * input^2
+        self.accumulate(target, saved.square(), slope.square() * scale.unsqueeze(-1), 0, 1)
 
 
 @dataclass(frozen=True)
@@ -138,36 +138,55 @@ class Convolution(Layer):
         below: Tensor = self._library(slope, saved[0], params[0][0].contiguous(), (True, False))[0]
         return below.unsqueeze(0)
 
-    def gradient(self, saved: Any, slope: Tensor, square: Tensor | None) -> Params:
-        assert square is None
+    def accumulate(
+        self, target: Params, saved: Any, slope: Tensor, beta: float, alpha: float
+    ) -> None:
         x, kept = saved
         if self.unfolds:
-            o, c, kh, kw = self.slots[0].shape
-            weight = (_flat(slope) @ kept.t()).view(o, kh, kw, c).permute(0, 3, 1, 2)
-        elif self.stride == (1, 1):
+            flat = _flat(slope)
+            self._matrix(target[0]).addmm_(flat, kept.t(), beta=beta, alpha=alpha)
+            bias = flat.sum(1)
+        else:
+            _blend(target[0][0], self._weight_gradient(x, kept, slope), beta, alpha)
+            bias = slope[0].sum((0, 2, 3))
+        if len(target) > 1:
+            _blend(target[1][0], bias, beta, alpha)
+
+    def fisher(self, target: Params, saved: Any, slope: Tensor, scale: Tensor) -> None:
+        o, c, kh, kw = self.slots[0].shape
+        total = torch.zeros(o, c * kh * kw).to(slope)
+        rows = max(1, SAMPLES // total.numel())
+        for k in range(0, len(scale[0]), rows):
+            cut = slice(k, k + rows)
+            patches = F.unfold(saved[0][cut], (kh, kw), padding=self.padding, stride=self.stride)
+            each = torch.bmm(slope[0, cut].flatten(2), patches.transpose(1, 2))
+            total += torch.einsum("b,bok->ok", scale[0, cut], each.square_())
+        target[0][0].copy_(total.view(o, c, kh, kw))
+        if len(target) > 1:
+            target[1][0].copy_(scale[0] @ slope[0].sum((2, 3)).square())
+
+    def _weight_gradient(self, x: Tensor, weight: Tensor, slope: Tensor) -> Tensor:
+        if self.stride == (1, 1):
             # batch and channels exchanged, the gradient of the weights is itself a convolution
             inner = x.transpose(0, 1).contiguous(memory_format=torch.channels_last)
             outer = slope[0].transpose(0, 1).contiguous(memory_format=torch.channels_last)
-            weight = torch.conv2d(inner, outer, padding=self.padding).transpose(0, 1)
-        else:
-            weight = self._library(slope, x, kept, (False, True))[1]
-        out = weight.unsqueeze(0)
-        return (out,) if len(self.slots) == 1 else (out, slope.sum((1, 3, 4)))
-
-    def descend(self, params: Params, saved: Any, slope: Tensor, lr: float) -> None:
-        if not self.unfolds:
-            super().descend(params, saved, slope, lr)
-            return
-        flat = _flat(slope)
-        self._matrix(params[0]).addmm_(flat, saved[1].t(), alpha=-lr)
-        if len(params) > 1:
-            params[1][0].sub_(flat.sum(1), alpha=lr)
+            return torch.conv2d(inner, outer, padding=self.padding).transpose(0, 1)
+        gradient: Tensor = self._library(slope, x, weight, (False, True))[1]
+        return gradient
 
     def _library(self, slope: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]) -> Any:
         return aten.convolution_backward(
             slope[0], x, weight, None, self.stride, self.padding, (1, 1), False, (0, 0), 1,
             (*wanted, False),
         )  # fmt: skip
+
+
+def _blend(target: Tensor, value: Tensor, beta: float, alpha: float) -> None:
+    """target <- beta * target + alpha * value for beta 0 or 1; 0 forgets even NaN, as in BLAS."""
+    if beta:
+        target.add_(value, alpha=alpha)
+    else:
+        torch.mul(value, alpha, out=target)
 
 
 def _flat(slope: Tensor) -> Tensor:

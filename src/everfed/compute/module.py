@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed.compute.base import Compute, Objective
+from everfed.curvature import sample_gradients
 from everfed.vector import bind
 
 
@@ -67,9 +68,19 @@ class ModuleCompute(Compute):
         return self.g.unsqueeze(0), loss.detach().reshape(1)
 
     def fisher(
-        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective, since: int = 0
     ) -> Tensor:
-        return self.fisher_by_samples(w, x, y, scale, objective)
+        self.module.eval()
+        vector = w.reshape(-1)
+        out = vector.new_zeros(2, 1, len(vector))
+        chunk = max(1, 2**24 // self.layout.d)
+        for k in range(0, x.shape[1], chunk):
+            piece = slice(k, k + chunk)
+            grads = sample_gradients(self, vector, x[0, piece], y[0, piece], objective)
+            each = scale[0, piece].to(vector)
+            out[1, 0] += each @ grads
+            out[0, 0] += each @ grads.square_()
+        return out
 
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
         self.module.eval()

@@ -6,6 +6,7 @@ client at a time, still without autograd's overhead a step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from everfed.compute.base import Compute, Objective
 from everfed.compute.layers import Convolution, Layer, Params
 
+#: what is done with a layer and the slope at its output; the number is its place in the sequence
+Use = Callable[[int, Layer, Tensor], None]
 #: floats of one group of models; beyond it more groups are no slower and memory stays flat
 ROOM = 2**25
 
@@ -36,6 +39,7 @@ class SequenceCompute(Compute):
         self._w = torch.empty(0, self.layout.d, device=device, dtype=self.dtype)
         self._g = torch.empty_like(self._w)
         self._views: dict[tuple[int, int], list[Params]] = {}
+        self._minus = torch.full((1, 1, 1), -1.0, device=device, dtype=self.dtype)
 
     def space(self, clients: int) -> Tensor:
         if len(self._w) < clients:
@@ -73,7 +77,7 @@ class SequenceCompute(Compute):
             logp = torch.log_softmax(z, -1)
             at = y.unsqueeze(-1)
             loss = -(logp.gather(-1, at).squeeze(-1) * scale).sum(1)
-            slope = logp.exp_().scatter_add_(-1, at, logp.new_full((1,), -1.0).expand(at.shape))
+            slope = logp.exp_().scatter_add_(-1, at, self._minus.expand(at.shape))
             return slope.mul_(scale.unsqueeze(-1)), loss
         with torch.enable_grad():
             leaf = z.detach().requires_grad_()
@@ -81,26 +85,31 @@ class SequenceCompute(Compute):
             (slope,) = torch.autograd.grad(loss.sum(), leaf)
         return slope, loss.detach()
 
+    def _back(
+        self, params: list[Params], saved: list[Any], slope: Tensor, first: int, use: Use
+    ) -> None:
+        """From the last layer to layer `first`: give every layer's slope to `use`."""
+        for k in reversed(range(first, len(self.layers))):
+            layer = self.layers[k]
+            # the slope below needs the parameters before `use` may change them
+            below = layer.backward(params[k], saved[k], slope) if k > first else slope
+            use(k, layer, slope)
+            slope = below
+
     @torch.no_grad()
     def grad(
         self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
     ) -> tuple[Tensor, Tensor]:
         g = self._g[: len(w)] if len(self._g) >= len(w) else torch.empty_like(w)
-        z, saved = self._forward(self._params(w), x)
-        slope, loss = self._slope(z, x, y, scale, objective)
-        self._gradients(w, saved, slope, None, g)
-        return g, loss
-
-    def _gradients(
-        self, w: Tensor, saved: list[Any], slope: Tensor, square: Tensor | None, g: Tensor
-    ) -> None:
         params, out = self._params(w), self._params(g)
-        for k in reversed(range(self._first, len(self.layers))):
-            layer = self.layers[k]
-            for target, value in zip(out[k], layer.gradient(saved[k], slope, square), strict=True):
-                target.copy_(value)
-            if k > self._first:
-                slope = layer.backward(params[k], saved[k], slope)
+        z, saved = self._forward(params, x)
+        slope, loss = self._slope(z, x, y, scale, objective)
+
+        def write(k: int, layer: Layer, slope: Tensor) -> None:
+            layer.accumulate(out[k], saved[k], slope, 0, 1)
+
+        self._back(params, saved, slope, self._first, write)
+        return g, loss
 
     @torch.no_grad()
     def descend(
@@ -109,24 +118,33 @@ class SequenceCompute(Compute):
         params = self._params(w)
         z, saved = self._forward(params, x)
         slope, loss = self._slope(z, x, y, scale, objective)
-        for k in reversed(range(self._first, len(self.layers))):
-            layer = self.layers[k]
-            below = layer.backward(params[k], saved[k], slope) if k > self._first else slope
-            layer.descend(params[k], saved[k], slope, lr)
-            slope = below
+
+        def step(k: int, layer: Layer, slope: Tensor) -> None:
+            layer.accumulate(params[k], saved[k], slope, 1, -lr)
+
+        self._back(params, saved, slope, self._first, step)
         return loss
 
     @torch.no_grad()
     def fisher(
-        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective, since: int = 0
     ) -> Tensor:
-        if not self.dense:
-            return self.fisher_by_samples(w, x, y, scale, objective)
-        z, saved = self._forward(self._params(w), x)
+        params = self._params(w)
+        z, saved = self._forward(params, x)
         slope, _ = self._slope(z, x, y, torch.ones_like(scale), objective)
-        g = torch.empty_like(w)
-        self._gradients(w, saved, slope, scale, g)
-        return g
+        out = w.new_zeros(2, *w.shape)
+        squares, means = self._params(out[0]), self._params(out[1])
+
+        def write(k: int, layer: Layer, slope: Tensor) -> None:
+            layer.fisher(squares[k], saved[k], slope, scale)
+            each = scale.view(*scale.shape, *[1] * (slope.dim() - 2))
+            layer.accumulate(means[k], saved[k], slope * each, 0, 1)
+
+        ends = [max((slot.stop for slot in layer.slots), default=0) for layer in self.layers]
+        self._back(
+            params, saved, slope, next(k for k, end in enumerate(ends) if end > since), write
+        )
+        return out
 
     @torch.no_grad()
     def logits(self, w: Tensor, x: Tensor) -> Tensor:

@@ -58,14 +58,14 @@ class Data:
     def take(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Inputs and labels of samples: ids of any shape (...) -> (..., *sample), (...)."""
         flat = ids.reshape(-1).to(self.x.device)
-        if self.x.dim() == 4:  # gather in channels-last order: one copy, ready for convolutions
-            x = self.x.permute(0, 2, 3, 1)[flat].permute(0, 3, 1, 2)
+        if self.x.dim() == 4 and not self.x.is_contiguous():  # channels last, and they stay there
+            x = self.x.permute(0, 2, 3, 1).index_select(0, flat).permute(0, 3, 1, 2)
         else:
-            x = self.x[flat]
+            x = self.x.index_select(0, flat)  # several times faster than x[flat]
         if not x.is_floating_point():
             x = x.to(dtype).mul_(1 / 255) if self.x.dtype == torch.uint8 else x
         shape = tuple(ids.shape)
-        y = self.y[flat]
+        y = self.y.index_select(0, flat)
         return x.view(*shape, *x.shape[1:]), y.view(*shape, *y.shape[1:])
 
     def __repr__(self) -> str:

@@ -88,10 +88,13 @@ class Taylor(Part):
         return g
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
-        h = c.fisher(w) if self.curvature == "fisher" else c.hutchinson(w, self.probes)
-        h = h.clamp_(min=0) if self.clamp else h
-        constant = c.gradient(w).addcmul_(h, w, value=-1)
         slots = [slot for slot, _ in chosen(self.layers, c.layout)]
+        if self.curvature == "fisher":
+            h, g = c.fisher(w, since=min(slot.start for slot in slots))
+        else:
+            h, g = c.hutchinson(w, self.probes), c.gradient(w)
+        h = h.clamp_(min=0) if self.clamp else h
+        constant = g.addcmul_(h, w, value=-1)
 
         def take(v: Tensor) -> Tensor:
             return torch.cat([v[..., slot.start : slot.stop] for slot in slots], -1)

@@ -34,7 +34,7 @@ from torch import Tensor, where
 from everfed import memory
 from everfed.chance import rng
 from everfed.errors import EverfedError
-from everfed.local import Local
+from everfed.local import Affine, Local
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.registry import register
 from everfed.vector import dot, sq
@@ -67,22 +67,21 @@ class Track(Part):
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
         return update, {}, {"g": c.mine["g"][:, :0]}
 
+    def affine(self, c: Context) -> Affine | None:
+        return None if self.iag else Affine(c.down["g"] - c.mine["g"])
+
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
-        drift = c.down["g"] - c.mine["g"]
-        if not self.iag:
-            return g.add_(drift)
         if c.step == 0:  # the table as it is: every entry at x
             total = sum(len(piece) for piece in c.pieces)
             c.scratch["share"] = [len(piece) / total for piece in c.pieces]
             c.scratch["table"] = torch.cat([c.gradient(c.start, piece) for piece in c.pieces])
-            shares = torch.tensor(c.scratch["share"]).to(w)
-            c.scratch["mean"] = (shares @ c.scratch["table"]).unsqueeze(0)
+            mean = torch.tensor(c.scratch["share"]).to(w) @ c.scratch["table"]
+            c.scratch["direction"] = c.down["g"] - c.mine["g"] + mean
         else:
             table, j = c.scratch["table"], c.component
-            c.scratch["mean"].add_(g[0] - table[j], alpha=c.scratch["share"][j])
+            c.scratch["direction"].add_(g[0] - table[j], alpha=c.scratch["share"][j])
             table[j] = g[0]
-        mean: Tensor = c.scratch["mean"]
-        return drift + mean
+        return g.copy_(c.scratch["direction"])
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Elastic(Part):
         return g.addcmul_(c.down["fisher"], w - c.down["star"], value=self.lam)
 
     def close(self, w: Tensor, c: Context) -> tuple[State, State]:
-        return {"fisher": c.fisher(w)}, {}
+        return {"fisher": c.fisher(w)[0]}, {}
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         if not r.n:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
+from everfed.local import Affine
 from everfed.method import Average, Context, Method, Part
 from everfed.methods.registry import register
 
@@ -21,8 +21,8 @@ class Prox(Part):
 
     mu: NonNegativeFloat = 0.1
 
-    def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
-        return g.add_(w - c.start, alpha=self.mu)
+    def affine(self, c: Context) -> Affine:
+        return Affine(-self.mu * c.start, pull=self.mu)
 
 
 @register("Li et al. 2020")

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, zeros_like
 
 from everfed.errors import EverfedError
-from everfed.local import Fraction, Local
+from everfed.local import Affine, Fraction, Local
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.registry import register
 from everfed.vector import Layout
@@ -41,8 +41,8 @@ class MimeLite(Part):
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
         return w, {"m": s["m"]}
 
-    def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
-        return g.mul_(1 - self.beta).add_(c.down["m"], alpha=self.beta)
+    def affine(self, c: Context) -> Affine:
+        return Affine(self.beta * c.down["m"], scale=1 - self.beta)
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
         return update, {"g": c.gradient(c.start)}, {}

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, tensor, zeros_like
 
 from everfed.errors import EverfedError
-from everfed.local import Local
+from everfed.local import Affine, Local
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.registry import register
 from everfed.vector import Layout
@@ -55,8 +55,8 @@ class Scaffold(Part):
         stale = (c.mine["task"] != c.task).unsqueeze(-1) & self.reset
         return c.mine["c"].masked_fill(stale, 0)
 
-    def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
-        return g.sub_(self._own(c)).add_(c.down["c"])
+    def affine(self, c: Context) -> Affine:
+        return Affine(c.down["c"] - self._own(c))
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
         own = self._own(c)
