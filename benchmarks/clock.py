@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from workloads import WORKLOADS
 
-LEAST_ROUNDS, WARM_ROUNDS, WARM_SECONDS = 2, 2, 0.5
+LEAST_ROUNDS, WARM_ROUNDS, WARM_SECONDS = 1, 1, 1.0
 
 
 def arguments() -> tuple[str, float, int]:

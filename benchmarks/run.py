@@ -17,6 +17,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import scaling
+
 ROOT = Path(__file__).parent.parent
 BENCH = Path(os.environ.get("EVERFED_BENCH", ROOT / ".bench"))
 TORCH = "torch==2.13.0"
@@ -29,7 +31,7 @@ PEERS: dict[str, tuple[str, list[str]]] = {
     "Flower simulation": ("flower.py", ["flwr[simulation]>=1.41,<1.43"]),
 }
 #: seconds of a timed run
-SECONDS = {"W1": 5.0, "W2": 3.0, "W3": 12.0}
+SECONDS = {"W1": 5.0, "W2": 4.0, "W3": 8.0}
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
 Result = dict[str, Any]
@@ -176,6 +178,7 @@ def main() -> None:
         versions=", ".join(f"{name} {v}" for name, v in versions.items() if v),
         table=table(runs),
         missing=missing(runs),
+        scaling=scaling.report(ROOT / "docs" / "scaling.png"),
     )
     (ROOT / "docs" / "benchmarks.md").write_text(text)
     print(text)

@@ -455,9 +455,9 @@ class ClientProgram:
 
 def _epoch_ends(plans: list[Plan]) -> Tensor:
     """Whether a client's epoch (or its phase) ends with a step: (steps, clients)."""
-    out = torch.zeros(len(plans[0].steps), len(plans), dtype=torch.bool)
+    out = np.zeros((len(plans[0].steps), len(plans)), dtype=bool)
     for row, plan in enumerate(plans):
         count = len(plan.steps)
         out[plan.per_epoch - 1 : count : plan.per_epoch, row] = True
         out[count - 1, row] = True
-    return out
+    return torch.from_numpy(out)

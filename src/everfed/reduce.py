@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from everfed.method import Method, Reduction
+from everfed.vector import exact_sq
 
 Uploads = dict[str, Tensor]
 
@@ -87,7 +88,7 @@ class Reducer:
             out[key] = (factors @ flat).reshape(value.shape[1:])
             if self.spread and key == "update":
                 out["plain"] = flat.sum(0)
-                out["squares"] = flat.double().square().sum()
+                out["squares"] = exact_sq(flat)
         return out
 
     def _sum(self, key: str, value: Tensor) -> None:

@@ -24,6 +24,15 @@ def sq(a: Tensor) -> Tensor:
     return dot(a, a)
 
 
+def exact_sq(v: Tensor) -> Tensor:
+    """Squared norm of all of v, summed in double precision, in blocks that stay in the cache."""
+    total = torch.zeros((), dtype=torch.float64, device=v.device)
+    for block in v.reshape(-1).split(2**16):  # type: ignore[no-untyped-call]
+        own = block.double()
+        total += own @ own
+    return total
+
+
 @dataclass(frozen=True)
 class Slot:
     """One tensor's place in the vector."""

@@ -128,9 +128,10 @@ class LocalEngine:
         for reply in self.program.run(ask, jobs):
             clients = [job.client for job in reply.jobs]
             rows = answer.reducer.add(clients, reply.uploads, reply.weights)
+            losses = reply.loss.tolist()
             for row in rows:
                 answer.mine[clients[row]] = reply.mine[row]
-                answer.losses.append(float(reply.loss[row]))
+                answer.losses.append(losses[row])
             answer.sent_up += sum(4 * value.numel() for value in reply.uploads.values())
         return answer
 

@@ -81,9 +81,11 @@ class Taylor(Part):
         at = 0
         for slot, beta in chosen(self.layers, c.layout):
             cut, here = slice(slot.start, slot.stop), slice(at, at + slot.stop - slot.start)
-            pull = c.down["h"][here] * w[..., cut] + c.down["c"][here]
-            strength = beta if self.weights == "beta" else 1.0
-            g[..., cut].mul_(c.down["now"]).add_(pull, alpha=strength)
+            own, strength = g[..., cut], beta
+            if self.weights == "theory":
+                own, strength = own.mul_(c.down["now"]), 1.0
+            own.addcmul_(c.down["h"][here], w[..., cut], value=strength)
+            own.add_(c.down["c"][here], alpha=strength)
             at = here.stop
         return g
 

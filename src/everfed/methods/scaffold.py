@@ -52,8 +52,10 @@ class Scaffold(Part):
         return w, {"c": s["c"]}
 
     def _own(self, c: Context) -> Tensor:
-        stale = (c.mine["task"] != c.task).unsqueeze(-1) & self.reset
-        return c.mine["c"].masked_fill(stale, 0)
+        stale = c.mine["task"] != c.task
+        if not self.reset or not stale.any():
+            return c.mine["c"]
+        return c.mine["c"].masked_fill(stale.unsqueeze(-1), 0)
 
     def affine(self, c: Context) -> Affine:
         return Affine(c.down["c"] - self._own(c))
@@ -63,7 +65,7 @@ class Scaffold(Part):
         if self.option == 1:
             new = c.gradient(c.start)
         else:
-            new = own - c.down["c"] + (c.start - w) / (c.steps * c.lr)
+            new = (c.start - w).div_(c.steps * c.lr).add_(own).sub_(c.down["c"])
         task = c.mine["task"] * 0 + c.task
         return update, {"dc": new - own}, {"c": new, "task": task}
 
