@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -148,34 +150,35 @@ IMAGES = [
 
 
 @pytest.mark.parametrize(("module", "shape"), IMAGES, ids=["lenet", "cnn", "odd", "strided"])
+@pytest.mark.parametrize("clients", [1, 3])
 @pytest.mark.parametrize("kind", ["random", "ties"])
-def test_written_out_convolutions_are_autograds(module, shape, kind):
+def test_written_out_convolutions_are_autograds(module, shape, clients, kind):
     """Also where pooling windows hold equal values: constant patches of real images."""
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 8, *shape, generator=g)
+    x = torch.randn(clients, 8, *shape, generator=g)
     if kind == "ties":
         x = (x > 1).float()
-    y = torch.randint(0, 10, (1, 8), generator=g)
-    scale = torch.full((1, 8), 1 / 8)
-    compute = written(module, x[0, 0])
-    w = compute.space(1)
-    w.copy_(compute.weights())
-    got, _ = compute.grad(w, x, y, scale, Objective())
-    expected = explicit(module, w[0], x[0], y[0], scale[0])
-    assert float((got[0] - expected).norm() / expected.norm()) < 1e-5
-    torch.testing.assert_close(compute.logits(w[0], x[0]), module(x[0]), rtol=1e-4, atol=1e-5)
+    y = torch.randint(0, 10, (clients, 8), generator=g)
+    scale = torch.full((clients, 8), 1 / 8)
+    scale[-1, 5:] = 0  # padding
+    compute, plain = written(module, x[0, 0]), ModuleCompute(copy.deepcopy(module), CPU, "float32")
+    w = compute.space(clients)
+    w.copy_(compute.weights() * (1 + torch.arange(clients).unsqueeze(1) / 10))
     before = w.clone()
+    got, losses = compute.grad(w, x, y, scale, Objective())
+    fishers = compute.fisher(before, x, y, scale, Objective())
+    for i in range(clients):
+        expected = explicit(module, w[i], x[i], y[i], scale[i])
+        assert float((got[i] - expected).norm() / expected.norm()) < 1e-5
+        own = (before[i : i + 1], x[i : i + 1], y[i : i + 1], scale[i : i + 1], Objective())
+        torch.testing.assert_close(losses[i : i + 1], plain.grad(*own)[1])
+        torch.testing.assert_close(fishers[:, i], plain.fisher(*own)[:, 0], rtol=1e-4, atol=1e-6)
+    slopes = got.clone()
     compute.descend(w, x, y, scale, Objective(), 0.1)
-    torch.testing.assert_close(w, before - 0.1 * expected, rtol=1e-4, atol=1e-5)
-    plain = ModuleCompute(module, CPU, "float32")
-    ones = torch.ones(1, 8)
-    torch.testing.assert_close(
-        compute.fisher(before, x, y, ones, Objective()),
-        plain.fisher(before, x, y, ones, Objective()), rtol=1e-4, atol=1e-6,
-    )  # fmt: skip
-    torch.testing.assert_close(
-        compute.features(before[0], x[0]), plain.features(before[0], x[0]), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(w, before - 0.1 * slopes, rtol=1e-4, atol=1e-5)
+    for of in ("logits", "features"):
+        both = [getattr(c, of)(before[0], x[0]) for c in (compute, plain)]
+        torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
 
 
 def test_only_known_sequences_are_written_out():

@@ -27,8 +27,18 @@ def product(target, a, b, **options):
     return 2 * math.prod(a) * b[-1]
 
 
-#: products in place, which torch's counter does not know
-IN_PLACE = {torch.ops.aten.addmm_: product, torch.ops.aten.baddbmm_: product}
+def backwards(slope, x, kernels, bias, stride, padding, dilation, transposed, more, groups, wanted, **options):
+    """Flops of a convolution's way back, from shapes; torch's own count forgets the groups."""
+    outputs = slope[0] * math.prod(slope[2:])
+    return 2 * math.prod(kernels) * outputs * sum(wanted[:2])
+
+
+#: what torch's counter does not know
+COUNTED = {
+    torch.ops.aten.addmm_: product,
+    torch.ops.aten.baddbmm_: product,
+    torch.ops.aten.convolution_backward: backwards,
+}
 
 
 @dataclass
@@ -68,7 +78,7 @@ def one_round(work, method="fedavg", warm=1):
         b.rounds.play(b.fed)
     stream, round_ = b.rounds.stream, b.fed.round
     cohort, _ = bench.draw_cohort(stream, round_, work.sample, 0)
-    counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
+    counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
     with counter as flops, Cost() as cost:
         b.rounds.play(b.fed)
     samples = sum(len(stream.samples(client, round_)) for client in cohort)
@@ -87,8 +97,9 @@ def test_convolutions_do_no_more_than_backpropagation():
     conv1, conv2 = 24 * 24 * 6 * 25, 8 * 8 * 16 * 150
     dense = 256 * 120 + 120 * 84 + 84 * 62
     spent = one_round(W1)
-    # nothing below the first convolution; 2 % for the mean of the updates
-    assert spent.flops / spent.samples <= 2 * (2 * conv1 + 3 * conv2 + 3 * dense) * 1.02
+    # nothing below the first convolution; some padding where clients' last batches are shorter
+    assert spent.flops / spent.samples <= 2 * (2 * conv1 + 3 * conv2 + 3 * dense) * 1.12
+    assert spent.calls < 25 * 130  # for all clients together: the largest has 20 steps
 
 
 def test_a_step_writes_the_models_once():

@@ -236,7 +236,7 @@ def test_mistakes_are_told(digits, make, words):
 
 def test_the_engine_says_what_it_chose(digits):
     small = ef.run(ef.methods.fedavg(), static(digits, 1), ef.models.mlp(64, 10))
-    assert small.engine == "1 worker on cpu, clients batched as matrix products"
+    assert small.engine == "1 worker on cpu, clients trained together"
     flag = ef.run(ef.methods.cflag(), static(digits, 1), ef.models.mlp(64, 10), workers=1)
     assert flag.engine.endswith("one client at a time")
 
@@ -319,7 +319,7 @@ def test_a_module_that_stands_twice_runs_twice(digits):
         ef.run(ef.methods.fedavg(), static(digits), module, grouping=grouping, **FAST)
         for grouping in ("auto", "single")
     ]
-    assert "batched" in both[0].engine
+    assert "together" in both[0].engine
     assert float((both[0].vector - both[1].vector).norm() / both[1].vector.norm()) < 1e-5
     shared = nn.Linear(16, 16)
     tied = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), shared, shared, nn.Linear(16, 10))

@@ -171,19 +171,20 @@ class Phase(Context):
         p = self.program
         held = [job.trains_on for job in self.jobs] if ids is None else [ids]
         rows = w.reshape(-1, self.layout.d).expand(len(held), -1)
-        widest = max(map(len, held))
-        table = np.zeros((len(held), widest), dtype=np.int64)
-        scale = torch.zeros(len(held), widest)
-        for row, own in enumerate(held):
-            table[row] = own[0]  # padding is a sample of one's own, with weight 0
-            table[row, : len(own)] = own
-            scale[row, : len(own)] = 1 / len(own)
-        total = torch.zeros(1, device=w.device, dtype=w.dtype)
+        sizes = [len(own) for own in held]  # the largest first, so that a slice takes a prefix
+        total: Tensor | None = None
         with p.compute.kept_buffers():  # a measurement leaves running statistics alone
-            for k in range(0, widest, SLICE):
-                x, y = p.data.take(torch.from_numpy(table[:, k : k + SLICE]), w.dtype)
-                piece = scale[:, k : k + SLICE].to(w)
-                total = total + what(rows, x, y, piece, p.objective(self.task))
+            for begin, end in _slices(sizes):
+                active = sum(size > begin for size in sizes)
+                ids = np.stack([own[begin:end] for own in held[:active]])
+                x, y = p.data.take(torch.from_numpy(ids), w.dtype)
+                each = 1 / torch.tensor(sizes[:active]).to(w).unsqueeze(1).expand(ids.shape)
+                own_part = what(rows[:active], x, y, each, p.objective(self.task))
+                if total is None:
+                    total = own_part.clone()  # what `compute` gives is lent
+                else:
+                    total[..., :active, :] += own_part
+        assert total is not None
         return total[..., 0, :] if self.alone else total
 
     def hutchinson(self, w: Tensor, probes: int) -> Tensor:
@@ -278,7 +279,8 @@ class ClientProgram:
         args = (self.local, self.seed, ask.round)
         components = self.method.components
         planned = [(job, batches(job.trains_on, *args, job.client, components)) for job in jobs]
-        planned.sort(key=lambda item: -len(item[1].steps))  # shorter phases drop out at the end
+        # the largest first: shorter phases drop out at the end
+        planned.sort(key=lambda item: (-len(item[1].steps), -len(item[0].trains_on)))
         for k in range(0, len(planned), self.width):
             group = planned[k : k + self.width]
             yield self._train(ask, [job for job, _ in group], [plan for _, plan in group])
@@ -451,6 +453,16 @@ class ClientProgram:
                 alone = Phase(self, ask, [replace(job, mine=mine[row])], alone=True)
                 mine[row][i] = mine[row][i] | self._hook("remember", i, alone)(w[row])
         return Reply(jobs, uploads, phase.weight[:, 0], mine, losses)
+
+
+def _slices(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of samples in which no client's end; at most SLICE long."""
+    begin = 0
+    for size in sorted(set(sizes)):
+        while begin < size:
+            end = min(size, begin + SLICE)
+            yield begin, end
+            begin = end
 
 
 def _epoch_ends(plans: list[Plan]) -> Tensor:

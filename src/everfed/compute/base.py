@@ -148,7 +148,7 @@ def choose(
             return written
     if grouping == "batched":
         raise EverfedError(
-            "grouping = 'batched' is for nn.Sequential models of Linear, Flatten and ReLU, Tanh or "
-            "Sigmoid in float32; use grouping = 'auto'"
+            "grouping = 'batched' is for nn.Sequential models of Linear, Conv2d, 2x2 MaxPool2d, "
+            "Flatten and ReLU, Tanh or Sigmoid in float32; use grouping = 'auto'"
         )
     return ModuleCompute(module, device, precision)

@@ -55,10 +55,11 @@ class Flatten(Layer):
     """Samples as vectors."""
 
     def forward(self, params: Params, h: Tensor) -> tuple[Tensor, Any]:
-        return h.flatten(2), h.shape
+        return h.flatten(2), h
 
     def backward(self, params: Params, saved: Any, slope: Tensor) -> Tensor:
-        return slope.view(saved)
+        # in the order in memory that the images have
+        return torch.empty_like(saved).copy_(slope.view(saved.shape))
 
 
 @dataclass(frozen=True)
@@ -81,117 +82,94 @@ class Linear(Layer):
     ) -> None:
         target[0].baddbmm_(slope.transpose(1, 2), saved, beta=beta, alpha=alpha)
         if len(target) > 1:
-            _blend(target[1], slope.sum(1), beta, alpha)
+            blend(target[1], slope.sum(1), beta, alpha)
 
     def fisher(self, target: Params, saved: Any, slope: Tensor, scale: Tensor) -> None:
         # a sample's gradient is slope * input, so its square is slope^2 * input^2
         self.accumulate(target, saved.square(), slope.square() * scale.unsqueeze(-1), 0, 1)
 
 
+def images(h: Tensor) -> Tensor:
+    """(clients, batch, channels, height, width) -> (batch, clients * channels, height, width).
+
+    Channels last in memory, where the library is fast with clients as groups; plain order for a
+    single client. A view, if the memory is in that order already, as convolutions leave it.
+    """
+    n, b, c, y, x = h.shape
+    if n == 1:
+        return h[0].contiguous()
+    flat = h.permute(1, 3, 4, 0, 2).reshape(b, y, x, n * c).permute(0, 3, 1, 2)
+    return flat.contiguous(memory_format=torch.channels_last)
+
+
+def by_client(h: Tensor, clients: int) -> Tensor:
+    """The way back from `images`."""
+    if clients == 1:
+        return h.unsqueeze(0)
+    b, c, y, x = h.shape
+    line = h.permute(0, 2, 3, 1).contiguous()  # no copy, if the library has kept the order
+    return line.view(b, y, x, clients, c // clients).permute(3, 0, 4, 1, 2)
+
+
 @dataclass(frozen=True)
 class Convolution(Layer):
-    """A convolution of one client's images; weight and, if there is one, bias.
-
-    Activations are (1, batch, channels, height, width) with the channels outermost in memory, which
-    is how a matrix product with the weights leaves them.
-    """
+    """Convolutions of several clients as one with a group for each; weight and perhaps bias."""
 
     stride: tuple[int, int]
     padding: tuple[int, int]
     slots: tuple[Slot, ...] = ()
 
-    @property
-    def unfolds(self) -> bool:
-        """Few input channels: a product with unfolded patches beats the library's convolution."""
-        _, channels, high, wide = self.slots[0].shape
-        return channels <= 4 and channels * high * wide <= 128
-
-    def _matrix(self, weight: Tensor) -> Tensor:
-        """The weights as they lie in the vector: (out, kernel height * width * channels)."""
-        return weight[0].permute(0, 2, 3, 1).view(weight.shape[1], -1)
-
-    def _patches(self, x: Tensor) -> Tensor:
-        """Unfolded inputs: (kernel height, width, channels, batch, out height, out width)."""
-        if any(self.padding):
-            x = F.pad(x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0]))
-        kh, kw = self.slots[0].shape[2:]
-        (sh, sw), (b, c, h, w) = self.stride, x.shape
-        high, wide = (h - kh) // sh + 1, (w - kw) // sw + 1
-        tb, tc, th, tw = x.stride()
-        return x.as_strided((kh, kw, c, b, high, wide), (th, tw, tc, tb, th * sh, tw * sw))
+    def _kernels(self, weight: Tensor) -> Tensor:
+        """(clients, out, in, height, width) -> (clients * out, ...), in the order of `images`."""
+        order = torch.channels_last if len(weight) > 1 else torch.contiguous_format
+        return weight.flatten(0, 1).contiguous(memory_format=order)
 
     def forward(self, params: Params, h: Tensor) -> tuple[Tensor, Any]:
-        x, bias = h[0], params[1][0] if len(params) > 1 else None
-        if not self.unfolds:
-            weight = params[0][0].contiguous()
-            out = torch.conv2d(x, weight, bias, self.stride, self.padding)
-            return out.unsqueeze(0), (x, weight)
-        windows, matrix = self._patches(x), self._matrix(params[0])
-        patches = windows.reshape(matrix.shape[1], -1)
-        flat = torch.mm(matrix, patches)
-        if bias is not None:
-            flat += bias.unsqueeze(1)
-        out = flat.view(len(matrix), *windows.shape[3:])
-        return out.transpose(0, 1).unsqueeze(0), (x, patches)
+        x, kernels = images(h), self._kernels(params[0])
+        bias = params[1].flatten() if len(params) > 1 else None
+        out = torch.conv2d(x, kernels, bias, self.stride, self.padding, groups=len(h))
+        return by_client(out, len(h)), (x, kernels)
 
     def backward(self, params: Params, saved: Any, slope: Tensor) -> Tensor:
-        below: Tensor = self._library(slope, saved[0], params[0][0].contiguous(), (True, False))[0]
-        return below.unsqueeze(0)
+        return by_client(self._library(saved, slope, (True, False))[0], len(slope))
 
     def accumulate(
         self, target: Params, saved: Any, slope: Tensor, beta: float, alpha: float
     ) -> None:
-        x, kept = saved
-        if self.unfolds:
-            flat = _flat(slope)
-            self._matrix(target[0]).addmm_(flat, kept.t(), beta=beta, alpha=alpha)
-            bias = flat.sum(1)
-        else:
-            _blend(target[0][0], self._weight_gradient(x, kept, slope), beta, alpha)
-            bias = slope[0].sum((0, 2, 3))
+        weight = self._library(saved, slope, (False, True))[1]
+        blend(target[0], weight.view(target[0].shape), beta, alpha)
         if len(target) > 1:
-            _blend(target[1][0], bias, beta, alpha)
+            blend(target[1], slope.sum((1, 3, 4)), beta, alpha)
 
     def fisher(self, target: Params, saved: Any, slope: Tensor, scale: Tensor) -> None:
         o, c, kh, kw = self.slots[0].shape
-        total = torch.zeros(o, c * kh * kw).to(slope)
-        rows = max(1, SAMPLES // total.numel())
-        for k in range(0, len(scale[0]), rows):
-            cut = slice(k, k + rows)
-            patches = F.unfold(saved[0][cut], (kh, kw), padding=self.padding, stride=self.stride)
-            each = torch.bmm(slope[0, cut].flatten(2), patches.transpose(1, 2))
-            total += torch.einsum("b,bok->ok", scale[0, cut], each.square_())
-        target[0][0].copy_(total.view(o, c, kh, kw))
+        x, rows = by_client(saved[0], len(slope)), max(1, SAMPLES // (o * c * kh * kw))
+        for client in range(len(slope)):
+            total = torch.zeros(o, c * kh * kw).to(slope)
+            for k in range(0, slope.shape[1], rows):
+                cut = (client, slice(k, k + rows))
+                patches = F.unfold(x[cut], (kh, kw), padding=self.padding, stride=self.stride)
+                each = torch.bmm(slope[cut].flatten(2), patches.transpose(1, 2))
+                total += torch.einsum("b,bok->ok", scale[cut], each.square_())
+            target[0][client].copy_(total.view(o, c, kh, kw))
         if len(target) > 1:
-            target[1][0].copy_(scale[0] @ slope[0].sum((2, 3)).square())
+            squares = slope.sum((3, 4)).square()
+            target[1].copy_(torch.bmm(scale.unsqueeze(1), squares).squeeze(1))
 
-    def _weight_gradient(self, x: Tensor, weight: Tensor, slope: Tensor) -> Tensor:
-        if self.stride == (1, 1):
-            # batch and channels exchanged, the gradient of the weights is itself a convolution
-            inner = x.transpose(0, 1).contiguous(memory_format=torch.channels_last)
-            outer = slope[0].transpose(0, 1).contiguous(memory_format=torch.channels_last)
-            return torch.conv2d(inner, outer, padding=self.padding).transpose(0, 1)
-        gradient: Tensor = self._library(slope, x, weight, (False, True))[1]
-        return gradient
-
-    def _library(self, slope: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]) -> Any:
+    def _library(self, saved: Any, slope: Tensor, wanted: tuple[bool, bool]) -> Any:
+        x, kernels = saved
         return aten.convolution_backward(
-            slope[0], x, weight, None, self.stride, self.padding, (1, 1), False, (0, 0), 1,
-            (*wanted, False),
+            images(slope), x, kernels, None, self.stride, self.padding, (1, 1), False, (0, 0),
+            len(slope), (*wanted, False),
         )  # fmt: skip
 
 
-def _blend(target: Tensor, value: Tensor, beta: float, alpha: float) -> None:
+def blend(target: Tensor, value: Tensor, beta: float, alpha: float) -> None:
     """target <- beta * target + alpha * value for beta 0 or 1; 0 forgets even NaN, as in BLAS."""
     if beta:
         target.add_(value, alpha=alpha)
     else:
         torch.mul(value, alpha, out=target)
-
-
-def _flat(slope: Tensor) -> Tensor:
-    """(1, batch, channels, height, width) -> (channels, batch * height * width)."""
-    return slope[0].transpose(0, 1).reshape(slope.shape[2], -1)
 
 
 @dataclass(frozen=True)

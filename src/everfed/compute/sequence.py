@@ -1,7 +1,6 @@
 """Sequences of known layers without autograd: forward, backward and the SGD step written out.
 
-Dense models of many clients go through as batched matrix products; with convolutions it is one
-client at a time, still without autograd's overhead a step.
+Many clients' models go through together: as batched matrix products and grouped convolutions.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from everfed.compute.layers import Convolution, Layer, Params
 
 #: what is done with a layer and the slope at its output; the number is its place in the sequence
 Use = Callable[[int, Layer, Tensor], None]
+#: channels of all clients of a group, in the widest convolution
+CHANNELS = 256
 #: floats of one group of models; beyond it more groups are no slower and memory stays flat
 ROOM = 2**25
 
@@ -27,12 +28,12 @@ class SequenceCompute(Compute):
     def __init__(self, module: nn.Module, device: torch.device, layers: list[Layer]) -> None:
         super().__init__(module, device)
         self.layers = layers
-        self.dense = not any(isinstance(layer, Convolution) for layer in layers)
-        self.width = max(1, ROOM // self.layout.d) if self.dense else 1
-        if self.dense:
-            self.name = "clients batched as matrix products"
-        else:
-            self.name = "one client at a time, written-out gradients"
+        convolutions = [layer for layer in layers if isinstance(layer, Convolution)]
+        self.width = max(1, ROOM // self.layout.d)
+        if convolutions:  # beyond some channels the library needs no other clients to be fast
+            most = max(layer.slots[0].shape[0] for layer in convolutions)
+            self.width = min(self.width, max(1, CHANNELS // most))
+        self.name = "clients trained together"
         #: the first and the last layer with parameters
         owners = [k for k, layer in enumerate(layers) if layer.slots]
         self._first, self._last = owners[0], owners[-1]

@@ -1,7 +1,7 @@
 """The local engine: a cohort split over one-thread workers on this machine.
 
-The calling process is the first worker; more are forked when a round is worth it. Clients of small
-dense models are trained together as batched matrix products, others one by one.
+The calling process is the first worker; more are forked when a round is worth it. Clients of known
+sequences are trained together, as batched products and grouped convolutions, others one by one.
 """
 
 from __future__ import annotations
