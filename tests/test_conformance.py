@@ -13,7 +13,6 @@ import reference
 from conformance import ROWS
 from everfed.local import Local, batches
 from everfed.method import Method
-from everfed.round import draw_cohort
 from quadratics import Game
 
 NAMES = list(ROWS)
@@ -42,7 +41,7 @@ def as_reference(tasks):
 
 
 def cohorts_of(game: Game, tasks: int, rounds: int):
-    flat = [draw_cohort(game.stream, t, game.rounds.sample, 0)[0] for t in range(tasks * rounds)]
+    flat = [game.rounds.draw(t, game.rounds.sample)[0] for t in range(tasks * rounds)]
     return [flat[k : k + rounds] for k in range(0, len(flat), rounds)]
 
 
@@ -254,7 +253,7 @@ def test_state_belongs_to_clients_not_to_slots():
     met: dict[int, float] = {}
     for t in range(6):
         before = {i: s[0]["c"].clone() for i, s in game.fed.clients.items()}
-        cohort, _ = draw_cohort(game.stream, t, 2, 0)
+        cohort, _ = game.rounds.draw(t, 2)
         game.play()
         assert set(game.fed.clients) == set(met) | set(cohort)
         for i, state in game.fed.clients.items():

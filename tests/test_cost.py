@@ -27,7 +27,9 @@ def product(target, a, b, **options):
     return 2 * math.prod(a) * b[-1]
 
 
-def backwards(slope, x, kernels, bias, stride, padding, dilation, transposed, more, groups, wanted, **options):
+def backwards(
+    slope, x, kernels, bias, stride, padding, dilation, transposed, more, groups, wanted, **options
+):
     """Flops of a convolution's way back, from shapes; torch's own count forgets the groups."""
     outputs = slope[0] * math.prod(slope[2:])
     return 2 * math.prod(kernels) * outputs * sum(wanted[:2])
@@ -77,7 +79,7 @@ def one_round(work, method="fedavg", warm=1):
     for _ in range(warm):
         b.rounds.play(b.fed)
     stream, round_ = b.rounds.stream, b.fed.round
-    cohort, _ = bench.draw_cohort(stream, round_, work.sample, 0)
+    cohort, _ = b.rounds.draw(round_, work.sample)
     counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
     with counter as flops, Cost() as cost:
         b.rounds.play(b.fed)

@@ -20,7 +20,7 @@ from everfed.errors import EverfedError
 from everfed.local import Local
 from everfed.method import Method
 from everfed.methods import METHODS
-from everfed.round import Federation, Rounds, draw_cohort
+from everfed.round import Federation, Rounds
 from everfed.runs import Precision, surroundings
 from everfed.streams.stream import Stream
 
@@ -98,7 +98,7 @@ class Bench:
             self.rounds.play(self.fed)
         spent = time.perf_counter() - began
         played = range(first, self.fed.round)
-        cohorts = [(draw_cohort(stream, r, self.rounds.sample, 0)[0], r) for r in played]
+        cohorts = [(self.rounds.draw(r, self.rounds.sample)[0], r) for r in played]
         done = sum(len(stream.samples(client, r)) for cohort, r in cohorts for client in cohort)
         return done / spent, spent / len(played)
 

@@ -178,6 +178,61 @@ def config_() -> None:
     print(default_text(), end="")
 
 
+flower = typer.Typer(
+    help="Real federations: a Flower app, and the keys of its sites.", no_args_is_help=True
+)
+app.add_typer(flower, name="flower", rich_help_panel=None)
+
+
+@flower.command("new")
+def flower_new(
+    folder: Annotated[Path, typer.Argument(help="A new folder; its name is the app's.")],
+) -> None:
+    """Write a ready Flower app: configuration, data function, server, client, deployment."""
+    from everfed import deploy
+
+    for path in deploy.new(folder):
+        out.print(f"  {path}", highlight=False, soft_wrap=True)
+    out.print(
+        f"\nA rehearsal on this machine: cd {folder} && flwr run .\n"
+        "Your own data: everfed.toml and data.py. Several machines: docs/deployment.md",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@flower.command("keys")
+def flower_keys(
+    folder: Annotated[Path, typer.Argument(help="The app's folder.")] = Path(),
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address of the server (TLS); repeatable.")
+    ] = None,
+    site: Annotated[list[str] | None, typer.Option(help="A site; repeatable.")] = None,
+) -> None:
+    """Make certificates for the server and a key pair for every site, in keys/."""
+    if not host and not site:
+        raise EverfedError("say for whom: --host for the server's certificates, --site for a site")
+    try:
+        from everfed import keys
+    except ImportError:
+        raise EverfedError("this needs: pip install 'everfed[flower]'") from None
+    written = keys.certificates(folder / "keys", host) if host else []
+    for name in site or []:
+        written += keys.site(folder / "keys", name)
+    for path in written:
+        out.print(f"  {path}", highlight=False, soft_wrap=True)
+
+
+@flower.command("store-key")
+def flower_store_key() -> None:
+    """Print a new key, with which a site encrypts its state."""
+    try:
+        from cryptography.fernet import Fernet
+    except ImportError:
+        raise EverfedError("this needs: pip install 'everfed[flower]'") from None
+    print(Fernet.generate_key().decode())
+
+
 @app.callback(invoke_without_command=True)
 def about(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,

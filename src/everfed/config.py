@@ -27,6 +27,7 @@ from pydantic import (
 
 from everfed import data, methods, models, streams
 from everfed.data.table import Data
+from everfed.engines.terms import Terms
 from everfed.errors import EverfedError
 from everfed.local import Local
 from everfed.method import Method
@@ -73,12 +74,14 @@ STREAMS: Builders = {
     "classes": streams.classes,
     "static": streams.static,
     "given": streams.given,
+    "sites": streams.sites,
 }
 DATASETS: Builders = {
     "digits": data.digits,
     "fashion_mnist": data.fashion_mnist,
     "mnist": data.mnist,
     "npz": data.npz,
+    "sites": data.sites,
 }
 
 
@@ -112,6 +115,8 @@ class Config(BaseModel):
     #: settings of methods that are named without any
     methods: dict[str, dict[str, Any]] = {}
     compare: Compare = Compare()
+    #: the terms of a real federation
+    flower: Terms = Terms()
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class Experiment:
     stream: Stream
     model: models.Recipe
     options: dict[str, Any]
+    terms: Terms
 
     def go(self, **more: Any) -> Run:
         """Run it."""
@@ -265,7 +271,7 @@ def experiment(config: Config, method: str | None = None, seed: int | None = Non
         "config": config.model_dump(exclude_none=True)
         | {"method": dict(section), "seed": config.seed if seed is None else seed},
     }
-    return Experiment(chosen, stream, model, options)
+    return Experiment(chosen, stream, model, options, config.flower)
 
 
 def _build(
@@ -330,7 +336,8 @@ def _say(error: ValidationError, prefix: str, known: Sequence[str]) -> str:
     # where a value may be of several types, pydantic adds "constrained-float[...]" to the place
     place = [str(p) for p in first["loc"] if "[" not in str(p)]
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        inside = _fields(Compare) if place[0] == "compare" else list(Local.__annotations__)
+        sections: dict[str, type] = {"compare": Compare, "flower": Terms}
+        inside = list(sections.get(place[0], Local).__annotations__)
         options = known if len(place) == 1 else inside
         return f"unknown key {prefix}{'.'.join(place)}{_near(place[-1], options)}"
     if first["type"] == "missing":
@@ -340,6 +347,6 @@ def _say(error: ValidationError, prefix: str, known: Sequence[str]) -> str:
         dict.fromkeys(p["msg"].removeprefix("Input should be ").partition(",")[0] for p in same)
     )
     key = next((k for k in range(len(place), 0, -1) if place[k - 1] in known or k == 1), 1)
-    if place[0] in ("local", "compare"):
+    if place[0] in ("local", "compare", "flower"):
         key = min(2, len(place))
     return f"{prefix}{'.'.join(place[:key])} should be {wanted}, not {first['input']!r}"

@@ -19,16 +19,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-from zlib import crc32
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
-from torch import Tensor
 
+from everfed.disk import deep, flat, pack, unpack, write
 from everfed.errors import EverfedError
-from everfed.method import State
 from everfed.metrics import Record
 from everfed.round import Federation
 
@@ -91,7 +86,7 @@ class RunFolder:
                 (path / sub).mkdir(parents=True, exist_ok=True)
             folder._take_lock()
             folder.records_path.touch()
-            _write(path / "config.json", json.dumps(config, indent=1, default=str).encode())
+            write(path / "config.json", json.dumps(config, indent=1, default=str).encode())
         except OSError as error:
             raise _disk(error, path) from error
         return folder
@@ -148,10 +143,10 @@ class RunFolder:
             length = file.seek(0, os.SEEK_END)
         for client in changed:
             if any(v.numel() for state in fed.clients[client] for v in state.values()):
-                tensors = _flat(fed.clients[client])
-                _write(self._client(client, fed.round), _pack(tensors, {}))
+                tensors = flat(fed.clients[client])
+                write(self._client(client, fed.round), pack(tensors, {}))
                 self.versions[client] = fed.round
-        tensors = {"w": fed.w, "buffers": fed.buffers} | _flat(fed.parts)
+        tensors = {"w": fed.w, "buffers": fed.buffers} | flat(fed.parts)
         tensors["informed"] = torch.tensor(sorted(fed.informed), dtype=torch.int64)
         full = dict(meta) | {
             "round": fed.round,
@@ -159,7 +154,7 @@ class RunFolder:
             "parts": len(fed.parts),
             "clients": {str(k): v for k, v in self.versions.items()},
         }
-        _write(self._checkpoint(fed.round), _pack(tensors, full))
+        write(self._checkpoint(fed.round), pack(tensors, full))
         self._refers[fed.round] = {self._client(*item) for item in self.versions.items()}
         self._forget_old()
 
@@ -193,7 +188,7 @@ class RunFolder:
             try:
                 if found is None:
                     found = self._load(path)
-                meta = _unpack(path.read_bytes())[1]
+                meta = unpack(path.read_bytes())[1]
                 refers = {self._client(int(k), v) for k, v in meta["clients"].items()}
                 self._refers[meta["round"]] = refers
             except (ValueError, KeyError, FileNotFoundError) as error:
@@ -208,26 +203,26 @@ class RunFolder:
         """Whether the run has come to its end; changes nothing."""
         for path in self._checkpoints()[:1]:
             try:
-                return bool(_unpack(path.read_bytes())[1]["done"])
+                return bool(unpack(path.read_bytes())[1]["done"])
             except (ValueError, KeyError, OSError):
                 return False
         return False
 
     def _load(self, path: Path) -> Checkpoint:
-        tensors, meta = _unpack(path.read_bytes())
+        tensors, meta = unpack(path.read_bytes())
         if self.records_path.stat().st_size < meta["records"]:
             raise ValueError("records.jsonl is shorter than it was then")
         fed = Federation(
             w=tensors.pop("w"),
             buffers=tensors.pop("buffers"),
             informed=set(tensors.pop("informed").tolist()),
-            parts=_deep(tensors, meta["parts"]),
+            parts=deep(tensors, meta["parts"]),
             round=meta["round"],
         )
         self.versions = {int(k): v for k, v in meta["clients"].items()}
         for client, round_ in self.versions.items():
-            own, _ = _unpack(self._client(client, round_).read_bytes())
-            fed.clients[client] = _deep(own, meta["parts"])
+            own, _ = unpack(self._client(client, round_).read_bytes())
+            fed.clients[client] = deep(own, meta["parts"])
         return Checkpoint(fed, meta)
 
     def cut_records(self, length: int) -> None:
@@ -260,64 +255,6 @@ def read_records(path: Path) -> tuple[list[Record], int]:
         except ValueError:
             skipped += 1
     return records, skipped
-
-
-def _flat(states: list[State]) -> dict[str, Tensor]:
-    return {f"{i}/{key}": value for i, state in enumerate(states) for key, value in state.items()}
-
-
-def _deep(tensors: Mapping[str, Tensor], count: int) -> list[State]:
-    out: list[State] = [{} for _ in range(count)]
-    for name, value in tensors.items():
-        i, _, key = name.partition("/")
-        out[int(i)][key] = value
-    return out
-
-
-def _pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
-    """safetensors with the metadata and a checksum over everything."""
-    own = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-    text = json.dumps(meta, sort_keys=True)
-    return save_tensors(own, {"meta": text, "crc": str(_checksum(own, text))})
-
-
-def _unpack(raw: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        tensors = load_tensors(raw)
-        size = int.from_bytes(raw[:8], "little")
-        header = json.loads(raw[8 : 8 + size])["__metadata__"]
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise ValueError(f"not readable: {error}") from None
-    if str(_checksum(tensors, header["meta"])) != header["crc"]:
-        raise ValueError("the checksum does not match")
-    return tensors, json.loads(header["meta"])
-
-
-def _checksum(tensors: Mapping[str, Tensor], text: str) -> int:
-    total = crc32(text.encode())
-    for name in sorted(tensors):
-        total = crc32(name.encode(), total)
-        total = crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
-    return total
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write beside the place, then rename: a reader sees the old file or the new one."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _disk(error: OSError, path: Path) -> EverfedError:

@@ -114,6 +114,8 @@ class Part:
     stage: ClassVar[int] = 1
     #: extras that change only at a task's end, so that a client needs them once a task
     once: ClassVar[tuple[str, ...]] = ()
+    #: entries of the client state that are indices of samples
+    remembers: ClassVar[tuple[str, ...]] = ()
 
     @property
     def batched(self) -> bool:

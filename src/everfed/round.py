@@ -22,7 +22,27 @@ from everfed.streams.stream import Stream
 class Engine(Protocol):
     """Where clients are asked."""
 
-    def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer: ...
+    def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
+        """Have every client of the cohort answer, and reduce what they send."""
+        ...
+
+    def online(self, round_: int) -> np.ndarray | None:
+        """Clients that can be sampled; None: all."""
+        ...
+
+    def evaluate(
+        self, w: Tensor, buffers: Tensor, sets: list[np.ndarray], task: int
+    ) -> list[tuple[float, float]]:
+        """Accuracy (share of right answers; NaN without classes) and mean loss on each set."""
+        ...
+
+    def describe(self) -> str:
+        """Where and how clients are asked, for people."""
+        ...
+
+    def close(self) -> None:
+        """Let go of workers and connections."""
+        ...
 
 
 @dataclass
@@ -48,11 +68,10 @@ class Events:
 
 
 def draw_cohort(
-    stream: Stream, round_: int, sample: int | None, seed: int
+    stream: Stream, online: np.ndarray | None, round_: int, sample: int | None, seed: int
 ) -> tuple[list[int], int]:
-    """The round's clients, uniformly without replacement among those online, and how many are
-    missing from `sample`."""
-    online = stream.online(round_)
+    """The round's clients, uniformly without replacement among those online (None: all), and how
+    many are missing from `sample`."""
     population = stream.clients if online is None else len(online)
     size = population if sample is None else min(sample, population)
     if size == population:
@@ -80,7 +99,7 @@ class Rounds:
     def play(self, fed: Federation) -> Events:
         """One round, in place. If no client's reply counts, the model stays as it was."""
         events = Events()
-        cohort, short = draw_cohort(self.stream, fed.round, self.sample, self.seed)
+        cohort, short = self.draw(fed.round, self.sample)
         online = len(cohort)
         if short:
             events.warnings.append(
@@ -103,6 +122,10 @@ class Rounds:
             self._fold(fed, answer, events)
         fed.round += 1
         return events
+
+    def draw(self, round_: int, sample: int | None) -> tuple[list[int], int]:
+        """A round's clients; see `draw_cohort`."""
+        return draw_cohort(self.stream, self.engine.online(round_), round_, sample, self.seed)
 
     def _probe(
         self, fed: Federation, cohort: list[int], start: Tensor, down: list[State], events: Events
@@ -132,7 +155,7 @@ class Rounds:
         empty = Reduced({}, fed.w, 0, 0.0, self.stream.clients, fed.round - 1, self._task(fed))
         reduced = [empty] * len(self.method.parts)
         if self.method.using("close"):
-            cohort, _ = draw_cohort(self.stream, fed.round - 1, None, self.seed)
+            cohort, _ = self.draw(fed.round - 1, None)
             ended = replace(fed, round=fed.round - 1)
             down: list[State] = [{} for _ in self.method.parts]
             answer = self._ask("close", ended, fed.w, down, cohort, events)

@@ -28,11 +28,12 @@ from everfed.data.table import Data
 from everfed.engines import pool
 from everfed.engines.local import LocalEngine, workers_for
 from everfed.errors import EverfedError
-from everfed.folder import RunFolder
+from everfed.folder import Checkpoint, RunFolder
 from everfed.local import Local
 from everfed.method import Method, State
 from everfed.metrics import Record, Summary
-from everfed.round import Events, Federation, Rounds
+from everfed.round import Engine, Events, Federation, Rounds
+from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 from everfed.vector import load
 
@@ -118,13 +119,14 @@ def run(
     checkpoint_seconds: float = 5.0,
     on_round: Callable[[Progress], None] | None = None,
     config: dict[str, Any] | None = None,
+    engine: Callable[[ClientProgram], Engine] | None = None,
 ) -> Run:
     """Train `model` with `method` on `stream`.
 
     `sample` clients are drawn each round (None: all that are online). `loss` takes outputs and
     targets and gives one loss a sample. With a `folder` the run is kept on disk, checkpointed
     every `checkpoint_seconds`, and goes on where it was with `resume=True` (bit-identical to a run
-    that was never interrupted).
+    that was never interrupted). `engine` makes another engine than the local one.
 
     >>> import everfed as ef
     >>> stream = ef.streams.domains(ef.data.digits(["plain", "inverted"]), rounds=2)
@@ -155,21 +157,15 @@ def run(
             "test_every": test_every,
         }
         place, found, notes = _place(folder, resume, what, config)
-        chosen = (found.meta["workers"], found.meta["grouping"]) if found else None
-        cohort = min(sample or stream.clients, stream.clients)
-        count = workers if workers != "auto" else None
-        count = count or (chosen[0] if chosen else workers_for(program, cohort))
-        engine = LocalEngine(program, count)
-        if chosen and chosen != (engine.count, compute.name):
-            notes.append(
-                f"begun with {chosen[0]} worker(s), {chosen[1]}; going on with {engine.count}, "
-                f"{compute.name}: the results are equal up to rounding, not to the last bit"
-            )
+        if engine is None:
+            made, meta = _local_engine(program, workers, sample, found, notes)
+        else:
+            made, meta = engine(program), {}
         session = Session(
-            Rounds(method, stream, settings, engine, sample, seed),
-            engine,
+            Rounds(method, stream, settings, made, sample, seed),
+            made,
             place,
-            {"workers": engine.count, "grouping": compute.name},
+            meta,
             test_every,
             checkpoint_seconds,
             on_round,
@@ -179,7 +175,7 @@ def run(
             fed, records = session.start(compute, found)
             session.play(fed, records)
         finally:
-            engine.close()
+            made.close()
             if place:
                 place.close()
         trained = copy.deepcopy(compute.module).cpu()
@@ -187,9 +183,31 @@ def run(
             load(trained, layout, vector.cpu())
         home = place.path if place else None
         return Run(
-            records, stream.tasks, fed.w, trained.eval(), engine.describe(), home,
+            records, stream.tasks, fed.w, trained.eval(), made.describe(), home,
             tuple(notes), tuple(session.warnings),
         )  # fmt: skip
+
+
+def _local_engine(
+    program: ClientProgram,
+    workers: int | Literal["auto"],
+    sample: int | None,
+    found: Checkpoint | None,
+    notes: list[str],
+) -> tuple[Engine, dict[str, Any]]:
+    """The local engine, as it was when the run began, and what to know of it for resuming."""
+    grouping, clients = program.compute.name, program.stream.clients
+    before = (found.meta["workers"], found.meta["grouping"]) if found else None
+    count = workers if workers != "auto" else None
+    cohort = min(sample or clients, clients)
+    count = count or (before[0] if before else workers_for(program, cohort))
+    engine = LocalEngine(program, count)
+    if before and before != (engine.count, grouping):
+        notes.append(
+            f"begun with {before[0]} worker(s), {before[1]}; going on with {engine.count}, "
+            f"{grouping}: the results are equal up to rounding, not to the last bit"
+        )
+    return engine, {"workers": engine.count, "grouping": grouping}
 
 
 @dataclass
@@ -197,7 +215,7 @@ class Session:
     """One process's work on a run."""
 
     rounds: Rounds
-    engine: LocalEngine
+    engine: Engine
     folder: RunFolder | None
     meta: dict[str, Any]
     test_every: int
@@ -256,9 +274,10 @@ class Session:
     def _test(
         self, fed: Federation, at: int, task: int, on: Sequence[int], end: bool
     ) -> list[Record]:
-        sets = [self.rounds.stream.test(j) for j in on]
+        held = [(j, self.rounds.stream.test(j)) for j in on]
+        on, sets = [j for j, ids in held if len(ids)], [ids for _, ids in held if len(ids)]
         out = []
-        results = self.engine.evaluate(fed.w, fed.buffers, sets, task)
+        results = self.engine.evaluate(fed.w, fed.buffers, sets, task) if sets else []
         for j, (right, loss) in zip(on, results, strict=True):
             extra = {"on": j} | ({"end": True} if end else {})
             if right == right:
@@ -439,7 +458,7 @@ def check_stream(stream: Stream) -> None:
     if stream.head != "shared" and len(stream.task_classes or ()) != len(stream.tasks):
         raise EverfedError(f"{name}.head is {stream.head!r}: give task_classes for every task")
     for task, title in enumerate(stream.tasks):
-        if not len(stream.test(task)):
+        if not len(stream.test(task)) and not isinstance(stream, Sites):
             raise EverfedError(f"{name}: task {title!r} has no test samples")
 
 
@@ -475,7 +494,7 @@ def _check_model(compute: Compute, stream: Stream, data: Data, loss: LossFunctio
 
 def _place(
     folder: str | Path | None, resume: bool, what: dict[str, Any], config: dict[str, Any] | None
-) -> tuple[RunFolder | None, Any, list[str]]:
+) -> tuple[RunFolder | None, Checkpoint | None, list[str]]:
     """The run's folder, the checkpoint to go on from, and notes on damaged ones."""
     if folder is None:
         if resume:

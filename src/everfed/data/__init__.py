@@ -2,6 +2,6 @@
 
 from everfed.data.digits import digits
 from everfed.data.files import fashion_mnist, mnist, npz
-from everfed.data.table import Data, arrays, from_dataset
+from everfed.data.table import Data, arrays, from_dataset, sites
 
-__all__ = ["Data", "arrays", "digits", "fashion_mnist", "from_dataset", "mnist", "npz"]
+__all__ = ["Data", "arrays", "digits", "fashion_mnist", "from_dataset", "mnist", "npz", "sites"]

@@ -10,6 +10,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
 from everfed.errors import EverfedError
@@ -127,6 +128,13 @@ def arrays(
     if task_ids is not None and task_ids.max() >= len(names):
         raise EverfedError(f"{name}: task ids go up to {task_ids.max()}, names are {len(names)}")
     return Data(name, xs, ys, train, held, task_ids, client_ids, names)
+
+
+def sites(shape: Sequence[PositiveInt] = (1, 28, 28), classes: PositiveInt = 10) -> Data:
+    """Samples that live at the sites of a federation: only their shape and classes are known."""
+    nothing = np.zeros(0, dtype=np.int64)
+    example = torch.zeros(1, *shape)
+    return Data("sites", example, torch.tensor([classes - 1]), np.zeros(1, dtype=np.int64), nothing)
 
 
 def from_dataset(dataset: Any, test: Any = None, *, name: str = "dataset", **columns: Any) -> Data:

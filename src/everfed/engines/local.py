@@ -74,6 +74,9 @@ class LocalEngine:
         answer: Answer = total
         return answer
 
+    def online(self, round_: int) -> np.ndarray | None:
+        return self.program.stream.online(round_)
+
     def evaluate(
         self, w: Tensor, buffers: Tensor, sets: list[np.ndarray], task: int
     ) -> list[tuple[float, float]]:

@@ -29,6 +29,7 @@ from everfed.methods.registry import register
 class CoreSet(Part):
     """Replay of core sets; clients keep `size` samples of every data set."""
 
+    remembers = ("ids",)
     size: PositiveInt = 100
     choice: Literal["naive", "herding"] = "naive"
 

@@ -119,6 +119,7 @@ class CFlag(Track):
     """Gradient tracking, a step along the memory's gradient, and rates against forgetting."""
 
     reduces = {"g": "mean", "f": "mean", "has": "mean", "agree": "mean"}
+    remembers = ("ids",)
     alpha: PositiveFloat | None = None
     lipschitz: PositiveFloat = 5.0
     adaptive: Literal["off", "average", "worst"] = "average"

@@ -13,9 +13,12 @@ import numpy as np
 from everfed.chance import rng
 from everfed.data.table import Data
 from everfed.errors import EverfedError
+from everfed.streams.sites import sites
 from everfed.streams.stream import Head, Stream, TaskStream
 
-__all__ = ["Given", "Head", "Stream", "TaskStream", "classes", "domains", "given", "static"]
+__all__ = [
+    "Given", "Head", "Stream", "TaskStream", "classes", "domains", "given", "sites", "static",
+]  # fmt: skip
 
 
 def domains(

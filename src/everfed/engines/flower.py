@@ -1,0 +1,410 @@
+"""Any method on Flower: the same round loop in a ServerApp, the same client program in a ClientApp.
+
+The only module that imports flwr. Requests and replies are Flower messages of arrays and plain
+values, no pickle; a reply's keys, types and shapes are checked before its numbers are read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.logger import log
+from flwr.serverapp import Grid, ServerApp
+from torch import Tensor
+
+from everfed import config as configs
+from everfed.client import Ask, ClientProgram
+from everfed.engines.local import Answer, LocalEngine
+from everfed.engines.site import NONE, STAGES, Answered, Samples, Site, Store, client_of
+from everfed.engines.terms import Terms
+from everfed.errors import EverfedError
+from everfed.method import Method, State
+from everfed.reduce import Reducer, kinds
+from everfed.runs import Progress, run, surroundings
+from everfed.streams.sites import tested
+from everfed.streams.stream import Stream
+
+HELLO = "query.hello"
+#: numbers that an upload of unknown length may have, unless the model has more
+SMALL = 1024
+
+
+# on the wire ---------------------------------------------------------------------------------
+def _arrays(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    return ArrayRecord({key: Array(value.detach().cpu().numpy()) for key, value in tensors.items()})
+
+
+def _tensor(array: Array) -> Tensor:
+    return torch.from_numpy(np.array(array.numpy()))
+
+
+def wrap(ask: Ask, token: int) -> RecordDict:
+    """A request as a message's content; `token` names the client's state to go on from."""
+    extras = {f"{i}.{key}": v for i, own in enumerate(ask.down) for key, v in own.items()}
+    said: dict[str, Any] = {"exchange": ask.exchange, "round": ask.round, "task": ask.task}
+    said |= {"lr": ask.lr, "parts": len(ask.down), "token": token}
+    return RecordDict(
+        {
+            "model": _arrays({"start": ask.start, "buffers": ask.buffers}),
+            "extras": _arrays(extras),
+            "ask": ConfigRecord(said),
+        }
+    )
+
+
+def unwrap(content: RecordDict) -> tuple[Ask, int]:
+    """The way back from `wrap`."""
+    said, model = content.config_records["ask"], content.array_records["model"]
+    down: list[State] = [{} for _ in range(_whole(said["parts"]))]
+    for name, array in content.array_records["extras"].items():
+        i, _, key = name.partition(".")
+        down[int(i)][key] = _tensor(array)
+    exchange: Any = said["exchange"]
+    ask = Ask(
+        exchange, _whole(said["round"]), _whole(said["task"]), float(said["lr"]),  # type: ignore[arg-type]
+        _tensor(model["start"]), _tensor(model["buffers"]), down,
+    )  # fmt: skip
+    return ask, _whole(said["token"])
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int):
+        raise EverfedError(f"a whole number was expected on the wire, not {value!r}")
+    return value
+
+
+def wrap_reply(ask: Ask, answered: Answered) -> RecordDict:
+    """A site's answer as a message's content."""
+    reply = answered.reply
+    said: dict[str, Any] = {"round": ask.round, "exchange": ask.exchange, "token": answered.token}
+    said |= {"empty": reply is None, "lost": answered.lost}
+    content = RecordDict({"site": ConfigRecord(said)})
+    if reply is not None:
+        content["uploads"] = _arrays({key: value[0] for key, value in reply.uploads.items()})
+        numbers: dict[str, Any] = {"weight": float(reply.weights[0]), "loss": float(reply.loss[0])}
+        content["numbers"] = MetricRecord(numbers)
+    return content
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A reply that was checked."""
+
+    uploads: dict[str, Tensor]
+    weight: float
+    loss: float
+    token: int
+    empty: bool
+    lost: bool
+
+
+def open_reply(content: RecordDict, ask: Ask, shapes: Mapping[str, int], known: set[str]) -> Opened:
+    """Check a reply and read it; ValueError says what is wrong with it.
+
+    `shapes` are lengths that are known beforehand, `known` all keys that may be uploaded.
+    """
+    try:
+        said = content.config_records["site"]
+        token, lost, empty = _whole(said["token"]), said["lost"] is True, said["empty"] is True
+        if (said["round"], said["exchange"]) != (ask.round, ask.exchange):
+            raise ValueError(f"is an answer to {said['exchange']!r} of round {said['round']!r}")
+        if empty:
+            return Opened({}, 0.0, 0.0, token, True, lost)
+        numbers, arrays = content.metric_records["numbers"], content.array_records["uploads"]
+        weight, loss = float(numbers["weight"]), float(numbers["loss"])  # type: ignore[arg-type]
+    except (KeyError, TypeError, EverfedError) as error:
+        raise ValueError(f"is incomplete ({error})") from None
+    if not math.isfinite(weight) or weight <= 0:
+        raise ValueError(f"has the weight {weight}")
+    needed = {"update", "buffers"} if ask.exchange == "train" else set()
+    if not needed <= set(arrays) <= known:
+        raise ValueError(f"uploads {', '.join(sorted(arrays)) or 'nothing'}")
+    limit = max(SMALL, *shapes.values())
+    dtype = str(ask.start.numpy().dtype)
+    for key, array in arrays.items():
+        size = math.prod(array.shape)
+        right = size == shapes[key] if key in shapes else size <= limit
+        # a .npy file is its numbers and a short header
+        if not right or array.dtype != dtype or len(array.data) > size * 8 + 1024:
+            raise ValueError(f"uploads {key} as {array.dtype} of shape {tuple(array.shape)}")
+    uploads = {}
+    for key, array in arrays.items():
+        value = _tensor(array)
+        if tuple(value.shape) != tuple(array.shape) or str(array.numpy().dtype) != dtype:
+            raise ValueError(f"uploads {key} otherwise than it says")
+        uploads[key] = value
+    return Opened(uploads, weight, loss, token, False, lost)
+
+
+# the server ----------------------------------------------------------------------------------
+@dataclass
+class FlowerEngine:
+    """Asks the sites of a Flower federation; tests on the server's own samples."""
+
+    program: ClientProgram
+    grid: Grid
+    terms: Terms
+    nodes: dict[int, int] = field(default_factory=dict)  #: client -> the node it is at
+    greeted: dict[int, str] = field(default_factory=dict)  #: node -> message, not yet answered
+    met: set[int] = field(default_factory=set)  #: nodes that have said who they are
+
+    def __post_init__(self) -> None:
+        self.tester = LocalEngine(self.program, 1)
+
+    def describe(self) -> str:
+        return f"Flower, {len(self.nodes)} sites"
+
+    def close(self) -> None:
+        self.tester.close()
+
+    def evaluate(
+        self, w: Tensor, buffers: Tensor, sets: list[np.ndarray], task: int
+    ) -> list[tuple[float, float]]:
+        return self.tester.evaluate(w, buffers, sets, task)
+
+    # who is there ----------------------------------------------------------------------------
+    def online(self, round_: int) -> np.ndarray:
+        """The sites that are connected, once there are enough of them."""
+        until = time.monotonic() + self.terms.wait
+        told = False
+        while True:
+            here = self._greet()
+            if len(here) >= self.terms.sites:
+                return np.array(sorted(here), dtype=np.int64)
+            if time.monotonic() > until:
+                raise EverfedError(
+                    f"round {round_ + 1}: {len(here)} of at least {self.terms.sites} sites are "
+                    f"connected after {self.terms.wait:g} s; the run can be resumed"
+                )
+            if not told:
+                log(INFO, f"waiting for sites: {len(here)} of at least {self.terms.sites}")
+                told = True
+            time.sleep(self.terms.poll)
+
+    def _greet(self) -> set[int]:
+        """Ask nodes that are new who they are; the clients that are connected."""
+        here = set(self.grid.get_node_ids())
+        for node in here - self.met - set(self.greeted):
+            message = Message(RecordDict(), node, HELLO, ttl=self.terms.deadline)
+            for sent in self.grid.push_messages([message]):
+                self.greeted[node] = sent
+        if self.greeted:
+            asked = {sent: node for node, sent in self.greeted.items()}
+            for reply in self.grid.pull_messages(list(asked)):
+                node = asked[reply.metadata.reply_to_message_id]
+                del self.greeted[node]
+                if reply.has_error():
+                    log(WARNING, f"node {node} does not say who it is: {reply.error.reason}")
+                    continue
+                client = client_of(str(reply.content.config_records["site"]["name"]))
+                if self.nodes.get(client, node) in here - {node}:
+                    log(WARNING, f"two nodes say that they are client {client}: the newer counts")
+                self.nodes[client] = node
+                self.met.add(node)
+        return {client for client, node in self.nodes.items() if node in here}
+
+    # asking ----------------------------------------------------------------------------------
+    def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
+        """Ask until enough clients have answered; reduce in the order of their ids."""
+        need = max(1, math.ceil(self.terms.quorum * len(cohort)))
+        good: dict[int, Opened] = {}
+        bad: dict[int, str] = {}
+        silent: dict[int, str] = {}
+        for attempt in range(self.terms.retries + 1):
+            missing = [client for client in cohort if client not in good and client not in bad]
+            if not missing or (attempt and len(good) >= need):
+                break
+            if attempt:
+                log(WARNING, f"round {ask.round + 1}: {self._short(good, cohort, silent)}; again")
+                self._greet()
+            silent = self._exchange(ask, missing, states, good, bad)
+        if len(good) < need:
+            raise EverfedError(
+                f"round {ask.round + 1}, {ask.exchange}: "
+                f"{self._short(good, cohort, silent | bad)}, "
+                f"and {need} are the quorum; the run can be resumed"
+            )
+        return self._reduced(ask, good, silent | bad)
+
+    def _short(self, good: Mapping[int, Any], cohort: list[int], why: Mapping[int, str]) -> str:
+        reasons = "; ".join(f"client {client}: {text}" for client, text in sorted(why.items())[:3])
+        return f"{len(good)} of {len(cohort)} clients have answered ({reasons})"
+
+    def _exchange(
+        self,
+        ask: Ask,
+        clients: Iterable[int],
+        states: Mapping[int, list[State]],
+        good: dict[int, Opened],
+        bad: dict[int, str],
+    ) -> dict[int, str]:
+        """One request to each client; fills `good` and `bad`, and gives who did not answer."""
+        waiting: dict[str, int] = {}
+        silent: dict[int, str] = {}
+        for client in clients:
+            content = wrap(ask, _token(states.get(client)))
+            kind, group = f"train.{ask.exchange}", str(ask.round)
+            node = self.nodes[client]
+            message = Message(content, node, kind, ttl=self.terms.deadline, group_id=group)
+            sent = list(self.grid.push_messages([message]))
+            if sent:
+                waiting[sent[0]] = client
+            else:
+                silent[client] = "is not connected"
+        until = time.monotonic() + self.terms.deadline
+        while waiting and time.monotonic() < until:
+            for reply in self.grid.pull_messages(list(waiting)):
+                client = waiting.pop(reply.metadata.reply_to_message_id, NONE)
+                if client == NONE:
+                    continue
+                if reply.has_error():
+                    silent[client] = reply.error.reason or f"error {reply.error.code}"
+                    continue
+                try:
+                    good[client] = open_reply(reply.content, ask, *self._expected(ask))
+                except ValueError as error:
+                    bad[client] = f"its reply {error}"
+            if waiting:
+                time.sleep(self.terms.poll)
+        late = f"no answer in {self.terms.deadline:g} s"
+        return silent | dict.fromkeys(waiting.values(), late)
+
+    def _expected(self, ask: Ask) -> tuple[dict[str, int], set[str]]:
+        shapes = {"update": len(ask.start), "buffers": len(ask.buffers)}
+        return shapes, set(kinds(self.program.method, ask.exchange))
+
+    def _reduced(self, ask: Ask, good: Mapping[int, Opened], lost: dict[int, str]) -> Answer:
+        method = self.program.method
+        shapes: dict[str, tuple[int, ...]] = {
+            key: (size,) for key, size in self._expected(ask)[0].items()
+        }
+        spread = ask.exchange == "train" and any(part.spread for part in method.parts)
+        answer = Answer(Reducer(kinds(method, ask.exchange), shapes, spread), {})
+        for client, reply in sorted(good.items()):
+            if reply.lost:
+                log(WARNING, f"client {client} has lost its state and begins anew")
+            if reply.empty:
+                answer.empty += 1
+                continue
+            uploads = {key: value.to(ask.start)[None] for key, value in reply.uploads.items()}
+            if answer.reducer.add([client], uploads, torch.tensor([reply.weight])):
+                answer.mine[client] = _state(reply.token, method)
+                answer.losses.append(reply.loss)
+            answer.sent_up += sum(4 * value.numel() for value in uploads.values())
+        answer.reducer.dropped |= lost
+        return answer
+
+
+def _token(state: list[State] | None) -> int:
+    """What the server keeps of a client: the token of its state, in the place of the state."""
+    return int(state[0]["token"]) if state and "token" in state[0] else NONE
+
+
+def _state(token: int, method: Method) -> list[State]:
+    out: list[State] = [{} for _ in method.parts]
+    if out and token != NONE:
+        out[0]["token"] = torch.tensor([token])
+    return out
+
+
+# the apps ------------------------------------------------------------------------------------
+def _made(path: Path, context: Context) -> configs.Experiment:
+    """The app's configuration, with what `flwr run --run-config 'set="..."'` changes."""
+    changes = str(context.run_config.get("set", "")).split(";")
+    return configs.experiment(configs.read(path, [c for c in changes if c.strip()]))
+
+
+def server_app(config: str | Path, tests: Callable[[], Any] | None = None) -> ServerApp:
+    """A ServerApp that runs a configuration's method; `tests` gives inputs and labels of every
+    task to test on, where the data live at the sites."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        made = _made(Path(config), context)
+        terms = made.terms
+        stream = made.stream if tests is None else tested(made.stream, tests())
+        folder = Path(str(context.run_config.get("folder", terms.folder))).expanduser()
+
+        def engine(program: ClientProgram) -> FlowerEngine:
+            return FlowerEngine(program, grid, terms)
+
+        def tell(p: Progress) -> None:
+            accuracy = "" if p.accuracy is None else f", accuracy {100 * p.accuracy:.1f} %"
+            log(INFO, f"round {p.round} of {p.rounds}, {p.task}{accuracy}")
+            for text in p.warnings:
+                log(WARNING, text)
+
+        begun = (folder / "config.json").exists()
+        if begun:
+            log(INFO, f"going on with the run in {folder}")
+        options = made.options | {"checkpoint_seconds": 0.0}
+        done = run(
+            made.method, stream, made.model, **options, folder=folder, resume=begun,
+            on_round=tell, engine=engine,
+        )  # fmt: skip
+        log(INFO, f"finished after {stream.rounds} rounds; the run is in {folder}: {done.engine}")
+
+    return app
+
+
+def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
+    """A ClientApp that answers with what `samples` gives for its site; without it, a rehearsal on
+    the configuration's own stream.
+
+    A site's name is `site` in the SuperNode's --node-config (in simulations the partition's
+    number); `store` there is the folder of its state, `store-key` a file with a key to encrypt it.
+    """
+    app = ClientApp()
+
+    @app.query("hello")
+    def hello(message: Message, context: Context) -> Message:
+        said = ConfigRecord({"name": _site(context)})
+        return Message(RecordDict({"site": said}), reply_to=message)
+
+    def answer(message: Message, context: Context) -> Message:
+        made, name = _made(Path(config), context), _site(context)
+        with surroundings():
+            local, seed = made.options["local"], made.options["seed"]
+            stream, store = made.stream.seeded(seed), _store(context, made.terms, name)
+            held = samples or partial(rehearsed, stream)
+            site = Site(name, made.method, stream, made.model, local, seed, held, store)
+            ask, token = unwrap(message.content)
+            return Message(wrap_reply(ask, site.answer(ask, token)), reply_to=message)
+
+    for exchange in STAGES:
+        app.train(exchange)(answer)
+    return app
+
+
+def rehearsed(stream: Stream, site: str, round_: int) -> tuple[Tensor, Tensor]:
+    """The samples that a stream gives to a site."""
+    ids = torch.from_numpy(stream.samples(client_of(site), round_))
+    return stream.data.x[ids], stream.data.y[ids]
+
+
+def _site(context: Context) -> str:
+    known = context.node_config
+    name = known.get("site", known.get("partition-id"))
+    if name is None:
+        raise EverfedError("start the SuperNode with --node-config 'site=\"name of the site\"'")
+    return str(name)
+
+
+def _store(context: Context, terms: Terms, name: str) -> Store:
+    place = str(context.node_config.get("store", os.environ.get("EVERFED_STORE", terms.store)))
+    key = context.node_config.get("store-key")
+    text = Path(str(key)).expanduser().read_text().strip() if key is not None else None
+    return Store(Path(place).expanduser() / terms.name / name, text)

@@ -1,0 +1,34 @@
+"""The terms of a real federation: who must be there, and how long to wait."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Terms:
+    """Section [flower] of a configuration."""
+
+    #: tells the states of several federations at the same sites apart
+    name: str = "federation"
+    #: sites that must be connected before a round begins
+    sites: PositiveInt = 2
+    #: seconds to wait for them
+    wait: Seconds = 600.0
+    #: seconds that clients have for an answer
+    deadline: Seconds = 600.0
+    #: share of a cohort that must have answered
+    quorum: Annotated[float, Field(gt=0, le=1)] = 0.5
+    #: how often clients that did not answer are asked again before a round fails
+    retries: NonNegativeInt = 2
+    #: seconds between looks for answers
+    poll: Seconds = 0.2
+    #: where the server keeps the run
+    folder: str = "~/.everfed/run"
+    #: where sites keep their states
+    store: str = "~/.everfed/sites"

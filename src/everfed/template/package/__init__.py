@@ -1,0 +1,1 @@
+"""A federation that learns on: see everfed.toml and data.py."""

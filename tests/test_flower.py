@@ -1,0 +1,421 @@
+"""Methods over Flower's real messages and apps, without processes: equal to the local engine, and
+nothing lost or counted twice whatever happens to replies, sites and the server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+flwr = pytest.importorskip("flwr", reason="needs everfed[flower]")
+
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
+from flwr.serverapp import Grid  # noqa: E402
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects  # noqa: E402
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+
+from everfed import config as configs  # noqa: E402
+from everfed.engines.flower import client_app, server_app  # noqa: E402
+from everfed.engines.site import Store  # noqa: E402
+from everfed.errors import EverfedError  # noqa: E402
+from everfed.folder import RunFolder, read_records  # noqa: E402
+from everfed.methods import METHODS  # noqa: E402
+
+TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # as in a server's process
+
+CONFIG = """
+seed = 3
+[data]
+name = "digits"
+domains = ["plain", "inverted"]
+[stream]
+name = "domains"
+clients = 3
+alpha = 1.0
+rounds = 2
+[model]
+name = "mlp"
+hidden = [12]
+[local]
+lr = 0.05
+epochs = 1
+batch = 64
+[flower]
+sites = 3
+wait = 2.0
+deadline = 0.2
+poll = 0.001
+"""
+
+
+def over_the_wire(message: Message) -> Message:
+    """Serialised and read again, as between processes."""
+    raw = {key: thing.deflate() for key, thing in get_all_nested_objects(message).items()}
+    again = inflate_object_from_contents(message.object_id, raw)
+    again.metadata.__dict__["_message_id"] = message.metadata.message_id
+    return again
+
+
+class Loop(Grid):
+    """A grid whose nodes answer at once, in this process; `spoil` may change or lose a reply."""
+
+    def __init__(self, app, folder: Path, sites, run_config=None, spoil=None, node_config=None):
+        self.app, self.sites, self.spoil = app, dict(enumerate(sites, 100)), spoil
+        self.folder, self.run_config = folder, run_config or {}
+        self.node_config = node_config or {}
+        self.replies: dict[str, Message] = {}
+        self.count = itertools.count()
+        self.requests: list[Message] = []
+
+    def set_run(self, run):
+        raise NotImplementedError
+
+    @property
+    def run(self):
+        raise NotImplementedError
+
+    def create_message(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def send_and_receive(self, messages, *, timeout=None):
+        raise NotImplementedError
+
+    def get_node_ids(self):
+        return list(self.sites)
+
+    def push_messages(self, messages):
+        sent = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = f"m{next(self.count)}"
+            self.requests.append(message)
+            sent.append(message.metadata.message_id)
+            site = self.sites[message.metadata.dst_node_id]
+            known = {"site": site, "store": str(self.folder / "sites")} | self.node_config
+            context = Context(1, message.metadata.dst_node_id, known, RecordDict(), self.run_config)
+            reply = over_the_wire(self.app(over_the_wire(message), context))
+            if self.spoil is not None and message.metadata.message_type != "query.hello":
+                reply = self.spoil(site, message, reply)
+            if reply is not None:
+                self.replies[sent[-1]] = reply
+        return sent
+
+    def pull_messages(self, message_ids):
+        return [self.replies.pop(i) for i in list(message_ids) if i in self.replies]
+
+
+@pytest.fixture
+def place(tmp_path):
+    path = tmp_path / "everfed.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def federated(path: Path, changes=(), spoil=None, sites=("0", "1", "2"), folder="run", **more):
+    """The model and the records of a run on Flower."""
+    home = path.parent
+    settings = {"set": ";".join(changes), "folder": str(home / folder)}
+    grid = Loop(client_app(path), home, sites, settings, spoil, **more)
+    server_app(path)(grid, Context(1, 0, {}, RecordDict(), settings))
+    return model(home / folder), read_records(home / folder)[0], grid
+
+
+def model(folder: Path) -> np.ndarray:
+    place = RunFolder.open(folder)
+    try:
+        found, notes = place.load()
+        assert not notes
+        return found.fed.w.numpy()
+    finally:
+        place.close()
+
+
+def local(path: Path, changes=()):
+    made = configs.experiment(configs.read(path, list(changes)))
+    return made.go(workers=1, grouping="single")
+
+
+def distance(a, b) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("sample", [None, 2])
+def test_every_method_is_the_local_engines(place, method, sample):
+    changes = [f"method.name={method}"] + ([f"sample={sample}"] if sample else [])
+    if method == "cflag":
+        changes.append("method.lipschitz=1.0")
+    got, records, _ = federated(place, changes)
+    expected = local(place, changes)
+    assert distance(got, expected.vector.numpy()) < 1e-5
+    for metric in ("accuracy", "mb_up", "mb_down", "train_loss"):
+        ours = [r["value"] for r in records if r["metric"] == metric]
+        assert ours == pytest.approx(
+            [r["value"] for r in expected.records if r["metric"] == metric], rel=1e-4
+        )
+        assert ours
+
+
+def test_classes_that_arrive_task_by_task(place):
+    for method in ("cflag", "lwf", "ewc"):
+        changes = [
+            "data.domains=['plain']", "stream.name=classes", "stream.tasks=2", "stream.clients=3",
+            "stream.rounds=2", f"method.name={method}",
+        ]  # fmt: skip
+        changes += ["method.lipschitz=1.0"] if method == "cflag" else []
+        got, _, _ = federated(place, changes, folder=method)
+        assert distance(got, local(place, changes).vector.numpy()) < 1e-5
+
+
+STATEFUL = ["scaffold", "cfl_coreset", "cflag"]
+
+
+@pytest.mark.parametrize("method", STATEFUL)
+def test_lost_replies_change_nothing(place, method):
+    """Every third reply is lost on its way; the client had saved its state all the same."""
+    changes = [f"method.name={method}", "local.lr=0.02"]
+    whole, _, _ = federated(place, changes, folder="whole")
+    count = itertools.count()
+
+    def lose(site, message, reply):
+        return None if next(count) % 3 == 1 else reply
+
+    torn, records, _ = federated(place, [*changes, "flower.quorum=1.0"], lose, folder="torn")
+    assert np.array_equal(torn, whole)
+    assert not [r for r in records if r["metric"] == "dropped_updates"]
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.mark.parametrize("method", STATEFUL)
+def test_a_server_that_dies_anywhere_goes_on_to_the_same_model(place, method):
+    changes = [f"method.name={method}", "local.lr=0.02"]
+    whole, records, grid = federated(place, changes, folder="whole")
+    asked = [m for m in grid.requests if m.metadata.message_type != "query.hello"]
+    for dies in range(0, len(asked), 2):
+        count = itertools.count()
+
+        def die(site, message, reply, count=count, dies=dies):
+            if next(count) == dies:
+                raise Crash
+            return reply
+
+        name = f"dies{dies}"
+        with pytest.raises(Crash):
+            federated(place, changes, die, folder=name)
+        torn, again, _ = federated(place, changes, folder=name)
+        assert np.array_equal(torn, whole)
+        timeless = [[r for r in log if r["metric"] != "seconds"] for log in (again, records)]
+        assert timeless[0] == timeless[1]
+
+
+def spoiled(reply, key, value):
+    reply.content["uploads"] = ArrayRecord(dict(reply.content["uploads"]) | {key: Array(value)})
+    return reply
+
+
+def nan(reply):
+    update = reply.content["uploads"]["update"].numpy().copy()
+    update[3] = np.nan
+    return spoiled(reply, "update", update)
+
+
+def wrong_shape(reply):
+    return spoiled(reply, "update", np.zeros(3, np.float32))
+
+
+def huge(reply):
+    return spoiled(reply, "0.dc", np.zeros(10**6, np.float32))
+
+
+def wrong_type(reply):
+    return spoiled(reply, "update", reply.content["uploads"]["update"].numpy().astype(np.float64))
+
+
+def unknown_key(reply):
+    return spoiled(reply, "7.evil", np.zeros(3, np.float32))
+
+
+def liar(reply):
+    update = reply.content["uploads"]["update"]
+    other = Array(np.zeros(3, np.float32))
+    update.data = other.data
+    return reply
+
+
+def old_round(reply):
+    reply.content["site"]["round"] -= 1
+    return reply
+
+
+def weightless(reply):
+    reply.content["numbers"] = MetricRecord({"weight": -1.0, "loss": 0.0})
+    return reply
+
+
+def nothing(reply):
+    return Message(RecordDict(), reply_to=reply)
+
+
+@pytest.mark.parametrize(
+    "harm", [nan, wrong_shape, huge, wrong_type, unknown_key, liar, old_round, weightless]
+)
+def test_a_bad_reply_is_dropped_and_counted(place, harm):
+    """Client 1 spoils all its replies: the run is that of the other two."""
+    changes = ["method.name=scaffold", "local.lr=0.02"]
+
+    def spoil(site, message, reply):
+        return harm(reply) if site == "1" else reply
+
+    got, records, _ = federated(place, changes, spoil)
+    assert [r["value"] for r in records if r["metric"] == "dropped_updates"] == [1] * 4
+    alone = [*changes, "flower.sites=2"]
+    expected, _, _ = federated(place, alone, sites=("0", "2"), folder="alone")
+    assert np.array_equal(got, expected)
+
+
+def test_a_round_below_the_quorum_fails_loudly_and_can_be_resumed(place):
+    changes = ["method.name=scaffold", "local.lr=0.02", "flower.quorum=0.8"]
+    whole, _, _ = federated(place, changes, folder="whole")
+    rounds = []
+
+    def cut_off(site, message, reply):
+        round_ = int(message.metadata.group_id)
+        rounds.append(round_)
+        return None if round_ == 2 and site != "0" else reply
+
+    with pytest.raises(
+        EverfedError, match=r"round 3, train: 1 of 3 clients.*no answer in 0.2 s.*3 are the quorum"
+    ):
+        federated(place, changes, cut_off)
+    assert rounds.count(2) == 3 + 2 + 2  # asked, and those without an answer twice again
+    torn, _, _ = federated(place, changes)
+    assert np.array_equal(torn, whole)
+
+
+def test_too_few_sites_is_an_error_that_says_so(place):
+    with pytest.raises(EverfedError, match="2 of at least 3 sites"):
+        federated(place, ["flower.wait=0.05"], sites=("0", "2"))
+
+
+def test_a_site_that_lost_its_disk_begins_anew(place, caplog):
+    changes = ["method.name=cfl_coreset"]
+
+    def lose(site, message, reply):
+        if site == "1" and message.metadata.group_id == "1":
+            for path in (place.parent / "sites" / "federation" / "1").iterdir():
+                path.unlink()
+        return reply
+
+    federated(place, changes, lose)
+    assert "client 1 has lost its state and begins anew" in caplog.text
+
+
+def test_states_are_bounded_and_can_be_encrypted(place, tmp_path):
+    from cryptography.fernet import Fernet
+
+    key = tmp_path / "key"
+    key.write_bytes(Fernet.generate_key())
+    changes = ["method.name=cfl_coreset", "method.size=5", "stream.rounds=6"]
+    plain, _, _ = federated(place, changes, folder="plain")
+    states = sorted((tmp_path / "sites" / "federation" / "1").iterdir())
+    assert 1 <= len(states) <= 7
+    assert b"memory.x" in states[-1].read_bytes()
+    for path in states:
+        path.unlink()
+    secret, _, _ = federated(place, changes, folder="secret", node_config={"store-key": str(key)})
+    assert np.array_equal(plain, secret)
+    states = sorted((tmp_path / "sites" / "federation" / "1").iterdir())
+    assert b"memory.x" not in states[-1].read_bytes()
+    other = Store(states[0].parent, Fernet.generate_key().decode())
+    assert other.load(int(states[-1].stem)) is None
+
+
+def test_a_late_site_joins_and_one_leaves(place):
+    """Site 2 comes after round 1, site 0 leaves after round 2: those that are there take part."""
+    changes = ["method.name=fedavg", "flower.sites=2", "sample=3"]
+    grids = []
+
+    def come_and_go(site, message, reply):
+        grid = grids[0]
+        round_ = int(message.metadata.group_id)
+        if round_ == 0:
+            grid.sites[102] = "2"
+        if round_ == 1:
+            grid.sites.pop(100, None)
+        return reply
+
+    settings = {"set": ";".join(changes), "folder": str(place.parent / "run")}
+    grids.append(Loop(client_app(place), place.parent, ("0", "1"), settings, come_and_go))
+    server_app(place)(grids[0], Context(1, 0, {}, RecordDict(), settings))
+    asked = [
+        (int(m.metadata.group_id), m.metadata.dst_node_id)
+        for m in grids[0].requests
+        if m.metadata.message_type == "train.train"
+    ]
+    by_round = {r: sorted(node - 100 for at, node in asked if at == r) for r in range(4)}
+    assert by_round == {0: [0, 1], 1: [0, 1, 2], 2: [1, 2], 3: [1, 2]}
+
+
+def test_data_that_live_at_the_sites(tmp_path):
+    """The server knows shape, classes and calendar; a site's samples change from round to round."""
+    path = tmp_path / "everfed.toml"
+    path.write_text(
+        """
+[data]
+name = "sites"
+shape = [4]
+classes = 2
+[stream]
+name = "sites"
+clients = 2
+rounds = [2, 2]
+tasks = ["before", "after"]
+[model]
+name = "mlp"
+hidden = [8]
+[local]
+lr = 0.5
+[flower]
+sites = 2
+poll = 0.001
+[method]
+name = "cfl_coreset"
+size = 4
+"""
+    )
+    seen = []
+
+    def samples(site, round_):
+        random = np.random.default_rng([round_, len(site)])
+        if site == "berlin" and round_ == 3:
+            return np.zeros((0, 4)), np.zeros(0)  # nothing new today
+        seen.append((site, round_))
+        x = random.standard_normal((6 + round_, 4)).astype(np.float32)
+        return x, (x[:, 0] > 0).astype(int)
+
+    def tests():
+        x = np.random.default_rng(9).standard_normal((50, 4)).astype(np.float32)
+        return [(x, (x[:, 0] > 0).astype(int))]
+
+    settings = {"folder": str(tmp_path / "run")}
+    grid = Loop(client_app(path, samples), tmp_path, ("berlin", "oslo"), settings)
+    server_app(path, tests)(grid, Context(1, 0, {}, RecordDict(), settings))
+    records, _ = read_records(tmp_path / "run")
+    assert {r["on"] for r in records if r["metric"] == "accuracy"} == {0}
+    assert [r["value"] for r in records if r["metric"] == "empty_clients"] == [1]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["tasks"] == [
+        "before",
+        "after",
+    ]
+    kept = Store(tmp_path / "sites" / "federation" / "oslo").load(3 * 3 + 1)
+    assert kept["memory.x"].shape == (8, 4)  # 4 of each task's last data set
+    with pytest.raises(EverfedError, match="live at the sites"):
+        configs.experiment(configs.read(path)).go()
+    assert torch.equal(kept["memory.y"], (kept["memory.x"][:, 0] > 0).long())
