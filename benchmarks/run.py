@@ -166,7 +166,8 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    runs = interleaved(parser.parse_args().repeats)
+    repeats = parser.parse_args().repeats
+    runs = interleaved(repeats)
     versions = {
         name: next((r["version"] for own in by.values() for r in own if "version" in r), None)
         for name, by in runs.items()
@@ -174,6 +175,7 @@ def main() -> None:
     head = (ROOT / "benchmarks" / "head.md").read_text()
     text = head.format(
         date=date.today(),
+        repeats=repeats,
         machine=machine(),
         versions=", ".join(f"{name} {v}" for name, v in versions.items() if v),
         table=table(runs),

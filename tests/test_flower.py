@@ -259,12 +259,36 @@ def weightless(reply):
     return reply
 
 
-def nothing(reply):
-    return Message(RecordDict(), reply_to=reply)
+def garbage(reply):
+    reply.content["uploads"]["update"].data = b"no numbers"
+    return reply
+
+
+def other_form(reply):
+    reply.content["uploads"]["update"].stype = "pickle"
+    return reply
+
+
+def empty_handed(reply):
+    del reply.content["uploads"]
+    return reply
 
 
 @pytest.mark.parametrize(
-    "harm", [nan, wrong_shape, huge, wrong_type, unknown_key, liar, old_round, weightless]
+    "harm",
+    [
+        nan,
+        wrong_shape,
+        huge,
+        wrong_type,
+        unknown_key,
+        liar,
+        old_round,
+        weightless,
+        garbage,
+        other_form,
+        empty_handed,
+    ],
 )
 def test_a_bad_reply_is_dropped_and_counted(place, harm):
     """Client 1 spoils all its replies: the run is that of the other two."""

@@ -194,8 +194,8 @@ def flower_new(
     for path in deploy.new(folder):
         out.print(f"  {path}", highlight=False, soft_wrap=True)
     out.print(
-        f"\nA rehearsal on this machine: cd {folder} && flwr run .\n"
-        "Your own data: everfed.toml and data.py. Several machines: docs/deployment.md",
+        "\nA rehearsal on this machine: everfed run with the app's everfed.toml.\n"
+        "Your own data: everfed.toml and data.py. Real sites: docs/deployment.md",
         highlight=False,
         soft_wrap=True,
     )

@@ -37,6 +37,12 @@ def _finite_rows(uploads: Uploads, rows: int) -> list[int]:
     return found
 
 
+def reducer(method: Method, exchange: str, shapes: dict[str, tuple[int, ...]]) -> Reducer:
+    """What reduces the uploads of an exchange; `shapes` are those known beforehand."""
+    spread = exchange == "train" and any(part.spread for part in method.parts)
+    return Reducer(kinds(method, exchange), shapes, spread)
+
+
 @dataclass
 class Reducer:
     """A streaming reduction of (clients, ...) uploads."""

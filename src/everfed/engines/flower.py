@@ -31,7 +31,7 @@ from everfed.engines.site import NONE, STAGES, Answered, Samples, Site, Store, c
 from everfed.engines.terms import Terms
 from everfed.errors import EverfedError
 from everfed.method import Method, State
-from everfed.reduce import Reducer, kinds
+from everfed.reduce import kinds, reducer
 from everfed.runs import Progress, run, surroundings
 from everfed.streams.sites import tested
 from everfed.streams.stream import Stream
@@ -50,18 +50,18 @@ def _tensor(array: Array) -> Tensor:
     return torch.from_numpy(np.array(array.numpy()))
 
 
-def wrap(ask: Ask, token: int) -> RecordDict:
-    """A request as a message's content; `token` names the client's state to go on from."""
+def vectors(ask: Ask) -> dict[str, ArrayRecord]:
+    """The model and the extras of a request, the same for every client."""
     extras = {f"{i}.{key}": v for i, own in enumerate(ask.down) for key, v in own.items()}
+    model = {"start": ask.start, "buffers": ask.buffers}
+    return {"model": _arrays(model), "extras": _arrays(extras)}
+
+
+def wrap(ask: Ask, token: int, shared: Mapping[str, ArrayRecord]) -> RecordDict:
+    """A request as a message's content; `token` names the client's state to go on from."""
     said: dict[str, Any] = {"exchange": ask.exchange, "round": ask.round, "task": ask.task}
     said |= {"lr": ask.lr, "parts": len(ask.down), "token": token}
-    return RecordDict(
-        {
-            "model": _arrays({"start": ask.start, "buffers": ask.buffers}),
-            "extras": _arrays(extras),
-            "ask": ConfigRecord(said),
-        }
-    )
+    return RecordDict({**shared, "ask": ConfigRecord(said)})
 
 
 def unwrap(content: RecordDict) -> tuple[Ask, int]:
@@ -141,7 +141,10 @@ def open_reply(content: RecordDict, ask: Ask, shapes: Mapping[str, int], known: 
             raise ValueError(f"uploads {key} as {array.dtype} of shape {tuple(array.shape)}")
     uploads = {}
     for key, array in arrays.items():
-        value = _tensor(array)
+        try:
+            value = _tensor(array)
+        except (TypeError, EOFError, OSError) as error:
+            raise ValueError(f"uploads {key} in a form that cannot be read") from error
         if tuple(value.shape) != tuple(array.shape) or str(array.numpy().dtype) != dtype:
             raise ValueError(f"uploads {key} otherwise than it says")
         uploads[key] = value
@@ -208,7 +211,11 @@ class FlowerEngine:
                 if reply.has_error():
                     log(WARNING, f"node {node} does not say who it is: {reply.error.reason}")
                     continue
-                client = client_of(str(reply.content.config_records["site"]["name"]))
+                try:
+                    client = client_of(str(reply.content.config_records["site"]["name"]))
+                except KeyError:
+                    log(WARNING, f"node {node} does not say who it is")
+                    continue
                 if self.nodes.get(client, node) in here - {node}:
                     log(WARNING, f"two nodes say that they are client {client}: the newer counts")
                 self.nodes[client] = node
@@ -253,8 +260,9 @@ class FlowerEngine:
         """One request to each client; fills `good` and `bad`, and gives who did not answer."""
         waiting: dict[str, int] = {}
         silent: dict[int, str] = {}
+        shared = vectors(ask)
         for client in clients:
-            content = wrap(ask, _token(states.get(client)))
+            content = wrap(ask, _token(states.get(client)), shared)
             kind, group = f"train.{ask.exchange}", str(ask.round)
             node = self.nodes[client]
             message = Message(content, node, kind, ttl=self.terms.deadline, group_id=group)
@@ -290,8 +298,7 @@ class FlowerEngine:
         shapes: dict[str, tuple[int, ...]] = {
             key: (size,) for key, size in self._expected(ask)[0].items()
         }
-        spread = ask.exchange == "train" and any(part.spread for part in method.parts)
-        answer = Answer(Reducer(kinds(method, ask.exchange), shapes, spread), {})
+        answer = Answer(reducer(method, ask.exchange, shapes), {})
         for client, reply in sorted(good.items()):
             if reply.lost:
                 log(WARNING, f"client {client} has lost its state and begins anew")

@@ -17,7 +17,7 @@ from torch import Tensor
 from everfed.client import Ask, ClientProgram, Job
 from everfed.engines import pool
 from everfed.method import State
-from everfed.reduce import Reducer, kinds
+from everfed.reduce import Reducer, reducer
 
 #: seconds of estimated work in a round from which forked workers pay
 WORTH = 0.015
@@ -126,8 +126,7 @@ class LocalEngine:
             "update": (compute.layout.d,),
             "buffers": (compute.buffer_layout.d,),
         }
-        spread = ask.exchange == "train" and any(part.spread for part in method.parts)
-        answer = Answer(Reducer(kinds(method, ask.exchange), shapes, spread), {})
+        answer = Answer(reducer(method, ask.exchange, shapes), {})
         for reply in self.program.run(ask, jobs):
             clients = [job.client for job in reply.jobs]
             rows = answer.reducer.add(clients, reply.uploads, reply.weights)
