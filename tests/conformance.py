@@ -81,5 +81,12 @@ ROWS = {
     "cflag worst printed": Row(methods.cflag, FLAG | {"iag": False, "adaptive": "worst"},
                                reference.cflag,
                                FLAG_REFERENCE | {"adaptive": "worst", "printed": True}),
+    "privacy": Row(methods.privacy, {"clip": 0.5, "noise": 0.01, "secret": False}),
+    "privacy local": Row(methods.privacy, {"clip": 0.5, "noise": 0.01, "where": "local",
+                                           "secret": False}),
+    "median": Row(methods.median),
+    "trimmed_mean": Row(methods.trimmed_mean, {"share": 0.3}),
+    "krum": Row(methods.krum, {"bad": 0, "keep": 2}, off={"keep": 100}),
+    "norm_bound": Row(methods.norm_bound, {"clip": 0.1}, off={"clip": 1e9}),
     "cflag iag": Row(methods.cflag, {"lipschitz": 2.0}),
 }  # fmt: skip

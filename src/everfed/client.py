@@ -141,6 +141,10 @@ class Phase(Context):
     def epoch_ends(self) -> Tensor:  # type: ignore[override]
         return self.ends_all[self.step, : self.rows].unsqueeze(1).to(self.start.device)
 
+    @property
+    def clients(self) -> list[int]:  # type: ignore[override]
+        return [job.client for job in self.jobs]
+
     # client by client ------------------------------------------------------------------------
     @property
     def client(self) -> int:  # type: ignore[override]
@@ -238,6 +242,7 @@ class ClientProgram:
                 "affine",
                 "grad",
                 "after",
+                "seal",
                 "finish",
                 "remember",
                 "close",
@@ -333,7 +338,9 @@ class ClientProgram:
             own, changes = self._hook(ask.exchange, i, phase)(w)
             mine[i] = mine[i] | changes
             uploads |= self._named(i, {key: value.unsqueeze(0) for key, value in own.items()})
-        return Reply([job], uploads, phase.weight[:, 0], [mine], torch.zeros(1))
+        for i in self.hooks["seal"]:
+            uploads = self._hook("seal", i, phase)(uploads)
+        return Reply([job], uploads, phase.weight[:, 0], [mine], torch.full((1,), torch.nan))
 
     def _train(self, ask: Ask, jobs: list[Job], plans: list[Plan]) -> Reply:
         phase = Phase(self, ask, jobs)
@@ -452,6 +459,9 @@ class ClientProgram:
             for row, job in enumerate(jobs):
                 alone = Phase(self, ask, [replace(job, mine=mine[row])], alone=True)
                 mine[row][i] = mine[row][i] | self._hook("remember", i, alone)(w[row])
+        for i in self.hooks["seal"]:
+            uploads = self._hook("seal", i, phase)(uploads)
+            losses = torch.full_like(losses, torch.nan)  # a loss is not among what is sealed
         return Reply(jobs, uploads, phase.weight[:, 0], mine, losses)
 
 

@@ -43,6 +43,7 @@ class Context(Protocol):
     task: int
     seed: int
     client: int  #: the client's id; only in hooks called client by client
+    clients: list[int]  #: the ids of the group's clients, in the order of rows
     block: int  #: which of its local data sets the client holds in this round
     ids: np.ndarray  #: its current samples, without anything replayed; client by client
     n: Tensor  #: number of current samples, (clients, 1)
@@ -96,6 +97,7 @@ class Reduced:
     task: int
     #: mean over coordinates of the cohort's variance around the (weighted) mean update
     spread: Tensor | None = None
+    exchanges: int = 1  #: of which the round was made
 
     def __getitem__(self, key: str) -> Tensor:
         return self.values[key]
@@ -116,6 +118,11 @@ class Part:
     once: ClassVar[tuple[str, ...]] = ()
     #: entries of the client state that are indices of samples
     remembers: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def least(self) -> int:
+        """How many clients' replies an exchange needs; with fewer the round is lost."""
+        return 1
 
     @property
     def batched(self) -> bool:
@@ -145,6 +152,22 @@ class Part:
         """Extras made of the reduced probe, sent with the model."""
         return dict(r.values)
 
+    def screen(self, uploads: State) -> State:
+        """What the server takes of single clients' uploads, (clients, ...) each, as they come in;
+        'update' is the update, what parts upload is 'index.key'."""
+        return uploads
+
+    def aggregate(self, uploads: State, weights: Tensor, means: frozenset[str]) -> State:
+        """All clients' uploads reduced by the part instead of by mean and sum: (clients, ...) each
+        -> (...), with the clients' weights (clients,); `means` are the keys to be averaged."""
+        raise NotImplementedError
+
+    def receive(self, values: State, n: int, means: frozenset[str], chance: int) -> State:
+        """A change of the reduced uploads of `n` clients before any part sees them; `chance` is a
+        seed. Beside means and sums there are `plain` and `squares` where a part reads the spread.
+        """
+        return values
+
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         """The mean update becomes the server's step (w <- w + step) and the next state."""
         return update, s
@@ -160,7 +183,7 @@ class Part:
     def check(self, local: Local) -> None:
         """Raise EverfedError where the part cannot work with these local settings."""
 
-    def check_beside(self, parts: tuple[Part, ...]) -> None:
+    def check_beside(self, parts: tuple[Part, ...], average: Average) -> None:
         """Raise EverfedError where the part cannot work beside the method's other parts."""
 
     # client ----------------------------------------------------------------------------------
@@ -204,6 +227,10 @@ class Part:
     def close(self, w: Tensor, c: Context) -> tuple[State, State]:
         """The client's side of a task boundary: uploads, changes of the state. Client by client."""
         return {}, {}
+
+    def seal(self, uploads: State, c: Context) -> State:
+        """A change of all that leaves a client in an exchange, (clients, ...) each."""
+        return uploads
 
     # what follows from the above -------------------------------------------------------------
     @property
@@ -252,7 +279,7 @@ class Method:
             raise EverfedError(f"average must be 'samples' or 'uniform', not {average!r}")
         parts = tuple(sorted(parts, key=lambda part: part.stage))
         for part in parts:
-            part.check_beside(parts)
+            part.check_beside(parts, average)
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "average", average)
         own = "+".join(type(p).__name__.lower() for p in parts) or "fedavg"
@@ -263,9 +290,19 @@ class Method:
         names = [m.name for m in (self, other) if m.parts] or ["fedavg"]
         return Method(*self.parts, *other.parts, average=self.average, name="+".join(names))
 
+    def screen(self, uploads: State) -> State:
+        """What the server takes of single clients' uploads."""
+        for i in self.using("screen"):
+            uploads = self.parts[i].screen(uploads)
+        return uploads
+
     def using(self, hook: str) -> list[int]:
         """Which parts override a hook."""
         return [i for i, part in enumerate(self.parts) if part.has(hook)]
+
+    @cached_property
+    def least(self) -> int:
+        return max((part.least for part in self.parts), default=1)
 
     @cached_property
     def batched(self) -> bool:
@@ -282,7 +319,8 @@ class Method:
             client_state=any(part.stateful for part in self.parts),
             exchanges=2 if self.using("probe") else 1,
             boundaries=any(part.bounded for part in self.parts),
-            secure_aggregation="stack" not in reductions,
+            secure_aggregation="stack" not in reductions
+            and not any(part.has("screen") or part.has("aggregate") for part in self.parts),
         )
 
     def describe(self) -> dict[str, Any]:

@@ -29,18 +29,18 @@ def kinds(method: Method, exchange: str) -> dict[str, Reduction]:
     return own | ({"update": "mean", "buffers": "mean"} if exchange == "train" else {})
 
 
+def reducer(method: Method, exchange: str, shapes: dict[str, tuple[int, ...]]) -> Reducer:
+    """What reduces an exchange's uploads; all are kept where a part aggregates them itself."""
+    spread = exchange == "train" and any(part.spread for part in method.parts)
+    return Reducer(kinds(method, exchange), shapes, spread, bool(method.using("aggregate")))
+
+
 def _finite_rows(uploads: Uploads, rows: int) -> list[int]:
     good = torch.ones(rows, dtype=torch.bool)
     for value in uploads.values():
         good &= torch.isfinite(value.reshape(rows, -1).sum(1)).cpu()
     found: list[int] = good.nonzero()[:, 0].tolist()
     return found
-
-
-def reducer(method: Method, exchange: str, shapes: dict[str, tuple[int, ...]]) -> Reducer:
-    """What reduces the uploads of an exchange; `shapes` are those known beforehand."""
-    spread = exchange == "train" and any(part.spread for part in method.parts)
-    return Reducer(kinds(method, exchange), shapes, spread)
 
 
 @dataclass
@@ -50,11 +50,13 @@ class Reducer:
     kinds: Mapping[str, Reduction]
     shapes: dict[str, tuple[int, ...]]  #: where a shape is known beforehand
     spread: bool = False
+    whole: bool = False  #: keep every client's uploads apart
     sums: Uploads = field(default_factory=dict)
     stacks: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     n: int = 0
     weight: float = 0.0
     dropped: dict[int, str] = field(default_factory=dict)  #: client -> why
+    weights: dict[int, float] = field(default_factory=dict)  #: of each client, with `whole`
 
     def add(self, clients: Sequence[int], uploads: Uploads, weights: Tensor) -> list[int]:
         """Take in the uploads of some clients, (clients, ...) each; the rows that count."""
@@ -77,8 +79,10 @@ class Reducer:
             sums = self._reduced(uploads, weights)
         self.n += len(rows)
         self.weight += float(weights.sum())
+        if self.whole:
+            self.weights |= dict(zip([clients[i] for i in rows], weights.tolist(), strict=True))
         for key, value in sums.items():
-            if self.kinds.get(key) == "stack":
+            if self.kinds.get(key) == "stack" or (self.whole and key in self.kinds):
                 own = self.stacks.setdefault(key, {})
                 own.update({clients[i]: v.clone() for i, v in zip(rows, uploads[key], strict=True)})
             else:
@@ -108,6 +112,7 @@ class Reducer:
         self.n += other.n
         self.weight += other.weight
         self.dropped |= other.dropped
+        self.weights |= other.weights
         for key, value in other.sums.items():
             self._sum(key, value.clone())
         for key, rows in other.stacks.items():
@@ -115,24 +120,24 @@ class Reducer:
             own.update({client: row.clone() for client, row in rows.items()})
 
     def values(self) -> Uploads:
-        """The reduced uploads."""
+        """The reduced uploads; those that were kept, in the order of the clients' ids. With
+        `spread` also `plain` and `squares`, the sums of u_k and of |u_k|^2."""
         out = {
-            key: value / self.weight if self.kinds[key] == "mean" else value
+            key: value / self.weight if self.kinds.get(key) == "mean" else value
             for key, value in self.sums.items()
-            if key in self.kinds
         }
         for key, rows in self.stacks.items():
             out[key] = torch.stack([rows[client] for client in sorted(rows)])
         return out
 
-    def cohort_spread(self) -> Tensor | None:
-        """sum_k |u_k - u|^2 / (n d), u the weighted mean, from sums only.
 
-        |u_k - u|^2 summed = sum |u_k|^2 - 2 <sum u_k, u> + n |u|^2, so no single update is kept.
-        """
-        if not self.spread or not self.n:
-            return None
-        mean = (self.sums["update"] / self.weight).double()
-        plain = self.sums["plain"].double()
-        total = self.sums["squares"] - 2 * plain @ mean + self.n * mean @ mean
-        return (total / (self.n * mean.numel())).clamp(min=0)
+def cohort_spread(values: Mapping[str, Tensor], n: int) -> Tensor | None:
+    """sum_k |u_k - u|^2 / (n d), u the (weighted) mean update, from sums only.
+
+    |u_k - u|^2 summed = sum |u_k|^2 - 2 <sum u_k, u> + n |u|^2, so no single update is kept.
+    """
+    if "squares" not in values:
+        return None
+    mean, plain = values["update"].double(), values["plain"].double()
+    total = values["squares"] - 2 * plain @ mean + n * mean @ mean
+    return (total / (n * mean.numel())).clamp(min=0)

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.chance import rng
+from everfed.chance import rng, torch_seed
 from everfed.client import Ask, Exchange
 from everfed.engines.local import Answer, ClientStates
 from everfed.errors import EverfedError
 from everfed.local import Local
 from everfed.method import Method, Reduced, State
+from everfed.reduce import cohort_spread
 from everfed.streams.stream import Stream
 
 
@@ -111,13 +112,13 @@ class Rounds:
         if cohort and self.method.using("probe"):
             cohort, down = self._probe(fed, cohort, start, down, events)
         answer = self._ask("train", fed, start, down, cohort, events) if cohort else None
-        if answer is None or not answer.reducer.n:
+        if answer is None or answer.reducer.n < self.method.least:
             events.values["lost_round"] = 1
-            nobody = online == 0
-            events.warnings.append(
-                ("no client was online" if nobody else "no client's update could be used")
-                + ": the model stays as it was"
-            )
+            few = "no client's update could be used"
+            if answer is not None and answer.reducer.n:
+                few = f"{answer.reducer.n} updates, and the method needs {self.method.least}"
+            why = few if online else "no client was online"
+            events.warnings.append(f"{why}: the model stays as it was")
         else:
             self._fold(fed, answer, events)
         fed.round += 1
@@ -132,10 +133,10 @@ class Rounds:
     ) -> tuple[list[int], list[State]]:
         """The exchange before training: who goes on (those whose probe counts), and all extras."""
         answer = self._ask("probe", fed, start, down, cohort, events)
-        if not answer.reducer.n:
+        if answer.reducer.n < self.method.least:
             return [], down
         self._keep(fed, answer, events)
-        reduced = self._reduced(fed, answer)
+        reduced = self._reduced(fed, answer, self._values(fed, answer, "probe"))
         extras = [
             part.answer(fed.parts[i], reduced[i]) if part.has("probe") else {}
             for i, part in enumerate(self.method.parts)
@@ -161,7 +162,8 @@ class Rounds:
             answer = self._ask("close", ended, fed.w, down, cohort, events)
             events.values["mb_down"] = _megabytes([{"w": fed.w}]) * len(cohort)
             self._keep(fed, answer, events)
-            reduced = self._reduced(ended, answer)
+            if answer.reducer.n >= self.method.least:
+                reduced = self._reduced(ended, answer, self._values(ended, answer, "close"))
         for i, part in enumerate(self.method.parts):
             fed.parts[i] = part.task_end(fed.parts[i], fed.w, reduced[i])
         fed.informed = set()
@@ -219,9 +221,23 @@ class Rounds:
         if any(once):
             fed.informed |= set(new)
 
-    def _reduced(self, fed: Federation, answer: Answer) -> list[Reduced]:
+    def _values(self, fed: Federation, answer: Answer, exchange: Exchange) -> State:
+        """The cohort's uploads, reduced as the parts want it."""
+        values, reducer, parts = answer.reducer.values(), answer.reducer, self.method.parts
+        means = frozenset(key for key, kind in reducer.kinds.items() if kind == "mean")
+        for i in self.method.using("aggregate") if reducer.n else ():
+            weights = torch.tensor([reducer.weights[client] for client in sorted(reducer.weights)])
+            kept = {key: v for key, v in values.items() if reducer.kinds[key] == "stack"}
+            single = {key: v for key, v in values.items() if key not in kept}
+            values = kept | parts[i].aggregate(single, weights.to(fed.w), means)
+        for i in self.method.using("receive") if reducer.n else ():
+            chance = torch_seed(self.seed, f"received {exchange}", fed.round)
+            values = parts[i].receive(values, reducer.n, means, chance)
+        return values
+
+    def _reduced(self, fed: Federation, answer: Answer, values: State) -> list[Reduced]:
         """What each part sees of the cohort's replies."""
-        values, reducer = answer.reducer.values(), answer.reducer
+        reducer = answer.reducer
         out = []
         for i in range(len(self.method.parts)):
             own = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{i}.")}
@@ -234,15 +250,16 @@ class Rounds:
                     self.stream.clients,
                     fed.round,
                     self.stream.task(fed.round),
-                    reducer.cohort_spread(),
+                    cohort_spread(values, reducer.n),
+                    self.method.needs.exchanges,
                 )
             )
         return out
 
     def _fold(self, fed: Federation, answer: Answer, events: Events) -> None:
-        values = answer.reducer.values()
+        values = self._values(fed, answer, "train")
         step, parts = values["update"], []
-        reduced = self._reduced(fed, answer)
+        reduced = self._reduced(fed, answer, values)
         for part, state, own in zip(self.method.parts, fed.parts, reduced, strict=True):
             step, state = part.fold(state, step, own)
             parts.append(state)

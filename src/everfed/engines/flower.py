@@ -306,9 +306,10 @@ class FlowerEngine:
                 answer.empty += 1
                 continue
             uploads = {key: value.to(ask.start)[None] for key, value in reply.uploads.items()}
+            uploads = method.screen(uploads)
             if answer.reducer.add([client], uploads, torch.tensor([reply.weight])):
                 answer.mine[client] = _state(reply.token, method)
-                answer.losses.append(reply.loss)
+                answer.losses += [reply.loss] if math.isfinite(reply.loss) else []
             answer.sent_up += sum(4 * value.numel() for value in uploads.values())
         answer.reducer.dropped |= lost
         return answer

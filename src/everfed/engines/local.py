@@ -129,11 +129,11 @@ class LocalEngine:
         answer = Answer(reducer(method, ask.exchange, shapes), {})
         for reply in self.program.run(ask, jobs):
             clients = [job.client for job in reply.jobs]
-            rows = answer.reducer.add(clients, reply.uploads, reply.weights)
+            rows = answer.reducer.add(clients, method.screen(reply.uploads), reply.weights)
             losses = reply.loss.tolist()
             for row in rows:
                 answer.mine[clients[row]] = reply.mine[row]
-                answer.losses.append(losses[row])
+                answer.losses += [losses[row]] if losses[row] == losses[row] else []
             answer.sent_up += sum(4 * value.numel() for value in reply.uploads.values())
         return answer
 

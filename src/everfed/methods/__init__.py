@@ -16,14 +16,17 @@ from everfed.methods.fedopt import ServerAdaptive, fedadagrad, fedadam, fedyogi
 from everfed.methods.fedprox import Prox, fedprox
 from everfed.methods.lwf import Distil, lwf
 from everfed.methods.mimelite import MimeLite, mimelite
+from everfed.methods.privacy import Privacy, privacy
 from everfed.methods.registry import METHODS, Entry, register
+from everfed.methods.robust import Bound, Krum, Trimmed, krum, median, norm_bound, trimmed_mean
 from everfed.methods.scaffold import Scaffold, scaffold
 from everfed.methods.special import Anchor, ClientAnchor, special, special_c
 
 __all__ = [
-    "METHODS", "Anchor", "CFlag", "ClientAnchor", "CoreSet", "Distil", "Elastic", "Entry",
-    "FedEve", "MimeLite", "Nova", "Prox", "Scaffold", "ServerAdaptive", "ServerMomentum",
-    "ServerRate", "Taylor", "Track", "cfl_coreset", "cfl_regularization", "cflag", "ewc",
-    "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedeve", "fednova", "fedprox", "fedtrack",
-    "fedyogi", "lwf", "mimelite", "register", "scaffold", "special", "special_c",
+    "METHODS", "Anchor", "Bound", "CFlag", "ClientAnchor", "CoreSet", "Distil", "Elastic", "Entry",
+    "FedEve", "Krum", "MimeLite", "Nova", "Privacy", "Prox", "Scaffold",
+    "ServerAdaptive", "ServerMomentum", "ServerRate", "Taylor", "Track", "Trimmed", "cfl_coreset",
+    "cfl_regularization", "cflag", "ewc", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedeve",
+    "fednova", "fedprox", "fedtrack", "fedyogi", "krum", "lwf", "median", "mimelite", "norm_bound",
+    "privacy", "register", "scaffold", "special", "special_c", "trimmed_mean",
 ]  # fmt: skip

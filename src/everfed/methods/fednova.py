@@ -34,7 +34,7 @@ class Nova(Part):
         if local.optimizer != "sgd" or local.nesterov or (self.mu and local.momentum):
             raise EverfedError("FedNova is known for sgd with momentum or with mu, not for this")
 
-    def check_beside(self, parts: tuple[Part, ...]) -> None:
+    def check_beside(self, parts: tuple[Part, ...], average: Average) -> None:
         mu = sum(part.mu for part in parts if isinstance(part, Prox))
         if mu != self.mu:
             raise EverfedError(
