@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 
 import everfed as ef
 from everfed import bench
@@ -41,24 +42,39 @@ REASONS = {
 }
 
 
-def in_turn(jobs: dict[Any, Callable[[], float]], repeats: int = 3) -> dict[Any, float]:
-    """The medians of measurements that are repeated in turn, after a first one that is dropped."""
+@dataclass
+class Times:
+    """Measurements repeated in turn, so that a machine that is slower for a while is slower for all
+    of them; ratios are the medians of the turns' own."""
+
+    found: dict[Any, list[float]]
+
+    def __getitem__(self, key: Any) -> float:
+        return statistics.median(self.found[key])
+
+    def items(self) -> list[tuple[Any, float]]:
+        return [(key, self[key]) for key in self.found]
+
+    def ratio(self, key: Any, base: Any) -> float:
+        pairs = zip(self.found[key], self.found[base], strict=True)
+        return statistics.median(own / other for own, other in pairs)
+
+
+def in_turn(jobs: dict[Any, Callable[[], float]], repeats: int) -> Times:
+    """After a first turn that is dropped."""
     found: dict[Any, list[float]] = {key: [] for key in jobs}
-    for job in jobs.values():
-        job()
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         for key, job in jobs.items():
             found[key].append(job())
-    return {key: statistics.median(values) for key, values in found.items()}
+    return Times({key: values[1:] for key, values in found.items()})
 
 
-def per_sample(works: dict[Any, dict[str, Any]], turns: int = 15) -> dict[Any, float]:
-    """Seconds a training sample of several federations, whose rounds are played in turn, so that a
-    machine that is slower for a while is slower for all of them."""
+def per_sample(works: dict[Any, dict[str, Any]], rounds: int = 3, turns: int = 15) -> Times:
+    """Seconds a training sample of several federations that play the same rounds."""
     with surroundings():
         benches = {key: bench.prepare(**options) for key, options in works.items()}
         try:
-            jobs = {key: lambda b=b: 1 / b.time(0.2, least=1)[0] for key, b in benches.items()}
+            jobs = {key: lambda b=b: 1 / b.time(0.0, rounds)[0] for key, b in benches.items()}
             return in_turn(jobs, turns)
         finally:
             for own in benches.values():
@@ -93,7 +109,7 @@ def population(axis: Any) -> list[str]:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds, gigabytes = map(float, done.stdout.split())
-    rows = [f"| {n:,} | {1e6 * t:.1f} | {t / times[10**3]:.2f} |" for n, t in times.items()]
+    rows = [f"| {n:,} | {1e6 * t:.1f} | {times.ratio(n, 10**3):.2f} |" for n, t in times.items()]
     return section(
         "Clients in the population (W1, 10 a round, one worker)",
         "| clients | µs a sample | relative to 1,000 |",
@@ -139,28 +155,37 @@ def model_size(axis: Any) -> list[str]:
 def workers() -> list[str]:
     """One worker and two."""
     rows = []
-    for name, work in bench.WORKLOADS.items():
-        times = per_sample({k: {"workload": work, "workers": k} for k in (1, 2)}, 5)
+    works = {
+        "W1": (W1, 10),
+        "W1, 100 clients a round": (replace(W1, sample=100), 1),
+        "W2": (W2, 10),
+        "W2, 70 clients": (replace(W2, sizes=lambda: np.full(70, 285), sample=70), 1),
+        "W3": (bench.WORKLOADS["W3"], 1),
+    }
+    for name, (work, rounds) in works.items():
+        options = {k: {"workload": work, "workers": k} for k in (1, 2)}
+        times = per_sample(options, rounds, turns=7)
         one, two = 1e6 * times[1], 1e6 * times[2]
-        rows.append(f"| {name} | {one:,.1f} | {two:,.1f} | {one / two:.2f} |")
+        rows.append(f"| {name} | {one:,.1f} | {two:,.1f} | {times.ratio(1, 2):.2f} |")
     columns = "| | µs a sample, 1 worker | 2 workers | speed-up |"
-    note = "W2's 7 equal clients are split 4 to 3, which allows 1.75 at the most."
+    note = (
+        "W2's 7 equal clients are split 4 to 3, which allows 1.75 at the most. Of W1's 10 clients "
+        "each worker trains 5 together: a step takes some time however few clients there are, so "
+        "half the clients take more than half the time of all."
+    )
     return section("Workers", columns, rows, note, "")
 
 
 def methods() -> list[str]:
     """Each method's round beside FedAvg's."""
-    columns: dict[str, dict[str, float]] = {}
-    for title, work in (("W1", W1), ("W2", W2)):
-        columns[title] = per_sample(
-            {
-                name: {"workload": work, "method": METHODS[name].build(), "workers": 1}
-                for name in ("fedavg", *REASONS)
-            }
-        )
+    works = {name: {"method": METHODS[name].build(), "workers": 1} for name in ("fedavg", *REASONS)}
+    first, second = (
+        per_sample({name: {"workload": work} | options for name, options in works.items()})
+        for work in (W1, W2)
+    )
     rows = [
-        f"| {name} | {columns['W1'][name] / columns['W1']['fedavg']:.2f} | "
-        f"{columns['W2'][name] / columns['W2']['fedavg']:.2f} | {why} |"
+        f"| {name} | {first.ratio(name, 'fedavg'):.2f} | {second.ratio(name, 'fedavg'):.2f} | "
+        f"{why} |"
         for name, why in REASONS.items()
     ]
     head = "| method | W1 | W2 | what it does more |"
@@ -169,26 +194,27 @@ def methods() -> list[str]:
 
 def start_up() -> list[str]:
     """The command line's help, and the demo's first round."""
+    first = (
+        "import os\n"
+        "from everfed import config\n"
+        "config.experiment(config.read(None)).go(on_round=lambda progress: os._exit(0))"
+    )
 
     def spent(*words: str) -> float:
         began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "everfed", *words], capture_output=True, check=True)
+        subprocess.run([sys.executable, *words], capture_output=True, check=True)
         return time.perf_counter() - began
 
-    with tempfile.TemporaryDirectory() as folder:
-        count = iter(range(99))
-        quick = ("--set", "stream.rounds=1", "--set", "data.domains=['plain']")
-        times = in_turn(
-            {
-                "help": lambda: spent("--help"),
-                "run": lambda: spent("run", *quick, "--folder", f"{folder}/{next(count)}"),
-            }
-        )
+    jobs = {
+        "help": lambda: spent("-m", "everfed", "--help"),
+        "round": lambda: spent("-c", first),
+    }
+    times = in_turn(jobs, 5)
     return [
         "### Start-up",
         "",
-        f"`everfed --help`: {times['help']:.2f} s. A run of a single round of the demo's stream, "
-        f"from the start of Python to the table and the figure: {times['run']:.1f} s.",
+        f"From the start of Python: `everfed --help` {times['help']:.2f} s, the first round of the "
+        f"demo's stream (set-up, training, test) {times['round']:.1f} s.",
         "",
     ]
 
@@ -208,8 +234,8 @@ def records() -> list[str]:
 
     with tempfile.TemporaryDirectory() as folder:
         count = iter(range(99))
-        times = in_turn({"none": lambda: go(None), "folder": lambda: go(f"{folder}/{next(count)}")})
-    share = 100 * (times["folder"] / times["none"] - 1)
+        jobs = {"none": lambda: go(None), "folder": lambda: go(f"{folder}/{next(count)}")}
+        share = 100 * (in_turn(jobs, 25).ratio("folder", "none") - 1)
     return ["### Records and checkpoints", "", f"{share:+.1f} % of the demo's FedAvg run.", ""]
 
 
