@@ -1,7 +1,7 @@
 """Any method on Flower: the same round loop in a ServerApp, the same client program in a ClientApp.
 
-The only module that imports flwr. Requests and replies are Flower messages of arrays and plain
-values, no pickle; a reply's keys, types and shapes are checked before its numbers are read.
+Requests and replies are Flower messages of arrays and plain values, no pickle; a reply's keys,
+types and shapes are checked before its numbers are read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from everfed import config as configs
 from everfed.client import Ask, ClientProgram
+from everfed.engines import secure
 from everfed.engines.local import Answer, LocalEngine
 from everfed.engines.site import NONE, STAGES, Answered, Samples, Site, Store, client_of
 from everfed.engines.terms import Terms
@@ -225,6 +227,8 @@ class FlowerEngine:
     # asking ----------------------------------------------------------------------------------
     def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
         """Ask until enough clients have answered; reduce in the order of their ids."""
+        if self.terms.secure:
+            return self._masked(ask, cohort, states)
         need = max(1, math.ceil(self.terms.quorum * len(cohort)))
         good: dict[int, Opened] = {}
         bad: dict[int, str] = {}
@@ -293,12 +297,12 @@ class FlowerEngine:
         shapes = {"update": len(ask.start), "buffers": len(ask.buffers)}
         return shapes, set(kinds(self.program.method, ask.exchange))
 
+    def _shapes(self, ask: Ask) -> dict[str, tuple[int, ...]]:
+        return {key: (size,) for key, size in self._expected(ask)[0].items()}
+
     def _reduced(self, ask: Ask, good: Mapping[int, Opened], lost: dict[int, str]) -> Answer:
         method = self.program.method
-        shapes: dict[str, tuple[int, ...]] = {
-            key: (size,) for key, size in self._expected(ask)[0].items()
-        }
-        answer = Answer(reducer(method, ask.exchange, shapes), {})
+        answer = Answer(reducer(method, ask.exchange, self._shapes(ask)), {})
         for client, reply in sorted(good.items()):
             if reply.lost:
                 log(WARNING, f"client {client} has lost its state and begins anew")
@@ -312,6 +316,36 @@ class FlowerEngine:
                 answer.losses += [reply.loss] if math.isfinite(reply.loss) else []
             answer.sent_up += sum(4 * value.numel() for value in uploads.values())
         answer.reducer.dropped |= lost
+        return answer
+
+    def _masked(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
+        """Ask so that only the sum of all uploads is seen."""
+        clients, shared = {self.nodes[client]: client for client in cohort}, vectors(ask)
+        answer = Answer(reducer(self.program.method, ask.exchange, self._shapes(ask)), {})
+        for attempt in range(self.terms.retries + 1):
+            if attempt:
+                log(WARNING, f"round {ask.round + 1}: too few for a masked sum; again")
+                self._greet()
+            contents = {
+                node: wrap(ask, _token(states.get(client)), shared)
+                for node, client in clients.items()
+            }
+            results = secure.play(self.grid, contents, ask.round, self.terms)
+            if results:
+                break
+        else:
+            raise EverfedError(
+                f"round {ask.round + 1}, {ask.exchange}: too few of {len(cohort)} clients for a "
+                "masked sum; the sites' logs may say why, and the run can be resumed"
+            )
+        secure.fill(answer.reducer, results, ask.start, self.terms.range)
+        for node, result in results.items():
+            token = _whole(result.metrics["token"])
+            answer.mine[clients[node]] = _state(token, self.program.method)
+        sent = sum(4 * value.numel() for value in answer.reducer.sums.values())
+        answer.sent_up = sent * answer.reducer.n
+        missing = set(cohort) - set(answer.mine)
+        answer.reducer.dropped |= dict.fromkeys(missing, "is not in the masked sum")
         return answer
 
 
@@ -346,6 +380,9 @@ def server_app(config: str | Path, tests: Callable[[], Any] | None = None) -> Se
         stream = made.stream if tests is None else tested(made.stream, tests())
         folder = Path(str(context.run_config.get("folder", terms.folder))).expanduser()
 
+        if terms.secure:
+            secure.check(made.method)
+
         def engine(program: ClientProgram) -> FlowerEngine:
             return FlowerEngine(program, grid, terms)
 
@@ -375,7 +412,7 @@ def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
     A site's name is `site` in the SuperNode's --node-config (in simulations the partition's
     number); `store` there is the folder of its state, `store-key` a file with a key to encrypt it.
     """
-    app = ClientApp()
+    app = ClientApp(mods=[secaggplus_mod])
 
     @app.query("hello")
     def hello(message: Message, context: Context) -> Message:
@@ -390,10 +427,18 @@ def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
             held = samples or partial(rehearsed, stream)
             site = Site(name, made.method, stream, made.model, local, seed, held, store)
             ask, token = unwrap(message.content)
-            return Message(wrap_reply(ask, site.answer(ask, token)), reply_to=message)
+            answered, masked = site.answer(ask, token), message.metadata.message_type == "train"
+            if masked:
+                content = secure.wrap_masked(answered, made.method, made.terms.range)
+            elif made.terms.secure:
+                raise EverfedError("uploads are only given masked: flower.secure is true")
+            else:
+                content = wrap_reply(ask, answered)
+            return Message(content, reply_to=message)
 
     for exchange in STAGES:
         app.train(exchange)(answer)
+    app.train()(answer)  # what Flower's mod masks
     return app
 
 

@@ -26,6 +26,10 @@ class Terms:
     quorum: Annotated[float, Field(gt=0, le=1)] = 0.5
     #: how often clients that did not answer are asked again before a round fails
     retries: NonNegativeInt = 2
+    #: whether the server sees only sums of clients' uploads (Flower's SecAgg+)
+    secure: bool = False
+    #: what uploads are masked in: no number of theirs may be larger
+    range: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     #: seconds between looks for answers
     poll: Seconds = 0.2
     #: where the server keeps the run
