@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -176,6 +177,45 @@ def config_() -> None:
     from everfed.config import default_text
 
     print(default_text(), end="")
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(help="What to reproduce, as cfl-nqm.")],
+    quick: Annotated[bool, typer.Option(help="Fewer seeds and rounds.")] = False,
+) -> None:
+    """Run a paper's experiment anew and print ours beside the paper's figures."""
+    from everfed.reproduce import find
+
+    began = time.perf_counter()
+    found = find(name)
+    outcome = found.go(quick)
+    for table in outcome.tables:
+        out.print(table)
+    for finding in outcome.findings:
+        out.print(f"{'yes' if finding.holds else 'no ':3}  {finding.claim}: {finding.found}")
+    out.print(f"[bold]{outcome.verdict}[/] ({time.perf_counter() - began:.0f} s)")
+
+
+theory = typer.Typer(help="Tools from the papers' theory.", no_args_is_help=True)
+app.add_typer(theory, name="theory", rich_help_panel=None)
+
+
+@theory.command("weights")
+def theory_weights(
+    rounds: Annotated[int, typer.Argument(min=1, help="Rounds so far, t.")],
+    drift: Annotated[float, typer.Option(min=0, help="D², the time drift's variance.")] = 1.0,
+    loss: Annotated[float, typer.Option(min=0, help="R², the squared information loss.")] = 0.0,
+    alpha: Annotated[
+        float, typer.Option(min=0, max=0.999999, help="Correlation of successive rounds' drift.")
+    ] = 0.0,
+    negative: Annotated[bool, typer.Option(help="Whether weights may be negative.")] = True,
+) -> None:
+    """Optimal weights of past rounds (CFL, Theorems 4.1 and 4.9), the oldest first."""
+    from everfed.theory.weights import correlated
+
+    for p in correlated(rounds, drift, loss, alpha, negative):
+        print(f"{p:.6f}")
 
 
 flower = typer.Typer(

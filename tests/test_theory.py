@@ -1,0 +1,151 @@
+"""The theory's tools: optimal weights, drift estimates, the noisy quadratic model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+from typer.testing import CliRunner
+
+from everfed.cli import app
+from everfed.theory import nqm
+from everfed.theory.drift import estimate
+from everfed.theory.weights import bounded, correlated, independent
+
+
+def dense(t, drift, loss, alpha):
+    """Q of Theorem 4.9 as it is written."""
+    i = np.arange(t)
+    past = i < t - 1
+    return drift * alpha ** np.abs(i[:, None] - i) + loss * np.outer(past, past)
+
+
+@pytest.mark.parametrize(
+    ("t", "drift", "loss", "weights", "variance"),
+    [(4, 4, 1, (0.210526, 0.368421), 1.473684), (10, 1, 0.25, (0.081633, 0.265306), 0.265306)],
+)
+def test_theorem_4_1(t, drift, loss, weights, variance):
+    past, now = independent(t, drift, loss)
+    assert (past, now) == pytest.approx(weights, abs=1e-6)
+    assert (t - 1) * past + now == pytest.approx(1)
+    value = drift * ((t - 1) * past**2 + now**2) + loss * (1 - now) ** 2
+    assert value == pytest.approx(variance, abs=1e-6)
+    assert correlated(t, drift, loss, 0.0) == pytest.approx([past] * (t - 1) + [now])
+
+
+def test_theorem_4_1_at_its_ends():
+    assert independent(5, 2, 0) == pytest.approx((0.2, 0.2))  # nothing is lost: all rounds alike
+    assert independent(5, 0, 0) == pytest.approx((0.2, 0.2))
+    assert independent(5, 1, 1e12) == pytest.approx((0, 1))  # the past is worthless: FedAvg
+
+
+@pytest.mark.parametrize(
+    ("drift", "bound", "expected"), [(4, 1, (0.2, 0.4)), (1, 0.5, (0.1, 0.7)), (1, 1.5, (0, 1))]
+)
+def test_theorem_4_7(drift, bound, expected):
+    assert bounded(4, drift, 1, bound) == pytest.approx(expected)
+
+
+# the paper's Table 2, whose columns D and R must hold D^2 and R^2 (erratum)
+TABLE_2 = [
+    (0.0, 2, 1.0, (0.1818, 0.1818, 0.1818, 0.4545)),
+    (0.5, 1, 0.5, (0.2857, 0.1429, 0.0, 0.5714)),
+    (0.5, 1, 1.0, (0.2632, 0.1316, -0.0789, 0.6842)),
+    (0.8, 1, 0.5, (0.3870, 0.0774, -0.2077, 0.7434)),
+    (0.8, 2, 0.5, (0.3960, 0.0792, -0.1188, 0.6436)),
+    # the columns read literally
+    (0.8, 4, 0.25, (0.4094, 0.0819, 0.0120, 0.4968)),
+]
+
+
+@pytest.mark.parametrize(("alpha", "drift", "loss", "expected"), TABLE_2)
+def test_table_2(alpha, drift, loss, expected):
+    assert correlated(4, drift, loss, alpha) == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_weights_are_optimal(seed):
+    """Against a dense solve, and without negative weights against a general optimiser."""
+    random = np.random.default_rng(seed)
+    t, alpha = int(random.integers(2, 12)), float(random.uniform(0, 0.97))
+    drift, loss = random.uniform(0.1, 3, 2)
+    q = dense(t, drift, loss, alpha)
+    solved = np.linalg.solve(q, np.ones(t))
+    assert correlated(t, drift, loss, alpha) == pytest.approx(solved / solved.sum())
+    p = correlated(t, drift, loss, alpha, negative=False)
+    assert p.min() >= 0
+    assert p.sum() == pytest.approx(1)
+    best = minimize(
+        lambda p: p @ q @ p, np.full(t, 1 / t), jac=lambda p: 2 * q @ p, method="SLSQP",
+        bounds=[(0, None)] * t, constraints={"type": "eq", "fun": lambda p: p.sum() - 1},
+        options={"ftol": 1e-14, "maxiter": 500},
+    )  # fmt: skip
+    assert p @ q @ p <= best.fun * (1 + 1e-9)
+
+
+def test_ten_thousand_rounds_satisfy_the_conditions():
+    """Q p is the same for all rounds: a banded product, as Q is too large to write down."""
+    t, drift, loss, alpha = 10_000, 1.0, 0.3, 0.9
+    p = correlated(t, drift, loss, alpha)
+    left, right = np.zeros(t), np.zeros(t)  # sums over earlier and later rounds
+    for k in range(1, t):
+        left[k] = alpha * (left[k - 1] + p[k - 1])
+        right[t - 1 - k] = alpha * (right[t - k] + p[t - k])
+    qp = drift * (p + left + right)
+    qp[:-1] += loss * p[:-1].sum()
+    assert np.ptp(qp) < 1e-9 * abs(qp[0])
+    assert p.sum() == pytest.approx(1)
+
+
+def test_drift_is_found_in_gradients():
+    """400 rounds of 8 clients: client drift 2^2, time drift 1 with correlation 0.7, in 50 d."""
+    random = np.random.default_rng(1)
+    xi = np.zeros((400, 8, 50))
+    for t in range(1, 400):
+        xi[t] = 0.7 * xi[t - 1] + np.sqrt(1 - 0.49) * random.standard_normal((8, 50))
+    own = 2 * random.standard_normal((8, 50))
+    common = random.standard_normal((400, 1, 50))  # the way of the model itself
+    found = estimate(common + own + xi, correlated=True)
+    spread = ((own - own.mean(0)) ** 2).sum() / 7
+    assert found.alpha == pytest.approx(0.7, abs=0.03)
+    assert found.time == pytest.approx(50, rel=0.1)
+    assert found.client == pytest.approx(spread, rel=0.05)
+    with pytest.raises(ValueError, match="at least 2 rounds"):
+        estimate(xi[:1])
+
+
+def test_noisy_quadratic_floors():
+    """Without time drift's noise what stays is |mean delta|; with it, D / sqrt(N t)."""
+    small = nqm.simulate(nqm.SETTINGS[0], nqm.CFL, [0.2], seeds=60)[0, :, -50:].mean()
+    assert small == pytest.approx(np.sqrt(0.01 / 10), rel=0.1)
+    big = nqm.simulate(nqm.SETTINGS[4], nqm.CFL, [0.25], seeds=30)[0, :, -50:].mean()
+    assert big == pytest.approx(np.sqrt(100 / (10 * 275)), rel=0.1)
+    fedavg = nqm.simulate(nqm.SETTINGS[4], nqm.FEDAVG, [0.02], seeds=5)[0, :, -50:].mean()
+    assert big < fedavg / 4
+
+
+def test_rates_above_two_over_l_diverge():
+    curves = nqm.simulate(nqm.SETTINGS[0], nqm.FEDAVG, [0.3, 0.45], seeds=2)
+    assert curves[0, :, -1].max() < 0.1
+    assert curves[1, :, -1].min() > 1e6
+
+
+def test_estimated_constants_do_as_well():
+    rule = nqm.Rule("auto", loss=0.01, weights="auto")
+    for setting in (nqm.SETTINGS[0], nqm.SETTINGS[4]):
+        auto, true = (
+            nqm.simulate(setting, r, [0.2], seeds=10)[0, :, -50:].mean()
+            for r in (rule, nqm.CFL_BIG)
+        )
+        assert auto < 1.1 * true
+
+
+def test_on_the_command_line():
+    told = CliRunner().invoke(app, ["theory", "weights", "4", "--loss", "1", "--alpha", "0.5"])
+    assert [float(x) for x in told.stdout.split()] == pytest.approx(
+        [0.263158, 0.131579, -0.078947, 0.684211]
+    )
+    told = CliRunner().invoke(app, ["reproduce", "cfl-nqm", "--quick"])
+    assert told.exit_code == 0
+    assert "reproduced" in told.stdout
+    assert "not reproduced" not in told.stdout
