@@ -73,6 +73,7 @@ STREAMS: Builders = {
     "domains": streams.domains,
     "classes": streams.classes,
     "static": streams.static,
+    "evolving": streams.evolving,
     "given": streams.given,
     "sites": streams.sites,
 }

@@ -440,6 +440,11 @@ def _check_options(
         raise EverfedError(f"sample must be a whole number of at least 1, not {sample!r}")
     if sample is not None and sample > stream.clients:
         raise EverfedError(f"sample is {sample}, but the stream has {stream.clients} clients")
+    if stream.stateless and method.needs.client_state:
+        raise EverfedError(
+            f"{method.name} needs clients that keep a state, and in this stream a client is "
+            "another one in every round"
+        )
     for name, word, known in (
         ("precision", precision, get_args(Precision)),
         ("grouping", grouping, get_args(Grouping)),

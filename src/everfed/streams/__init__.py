@@ -13,11 +13,13 @@ import numpy as np
 from everfed.chance import rng
 from everfed.data.table import Data
 from everfed.errors import EverfedError
+from everfed.streams.evolving import Evolving, evolving
 from everfed.streams.sites import sites
 from everfed.streams.stream import Head, Stream, TaskStream
 
 __all__ = [
-    "Given", "Head", "Stream", "TaskStream", "classes", "domains", "given", "sites", "static",
+    "Evolving", "Given", "Head", "Stream", "TaskStream", "classes", "domains", "evolving", "given",
+    "sites", "static",
 ]  # fmt: skip
 
 

@@ -48,9 +48,66 @@ def dirichlet(
     return np.split(order, np.cumsum(np.bincount(owner, minlength=parts))[:-1])
 
 
+def lda(
+    labels: np.ndarray,
+    parts: int,
+    alpha: float,
+    random: np.random.Generator,
+    *,
+    size: int | None = None,
+    prior: bool = True,
+) -> list[np.ndarray]:
+    """Disjoint parts of exactly `size` positions (by default all there are, in equal parts).
+
+    Latent Dirichlet allocation, Towards Federated Learning on Time-evolving Heterogeneous Data,
+    Algorithm 6, corrected: a part draws class shares from a Dirichlet over the classes that are not
+    used up, with concentrations alpha x the class's share of all data, or (`prior` False) alpha
+    each; then one class after another by these shares, and a sample of it. A class that is used up
+    leaves the draw, and the shares of the others are scaled up. Shares are kept as logarithms: for
+    small alphas all that remain may be as good as zero.
+
+    >>> labels = np.repeat(np.arange(10), 60)
+    >>> found = lda(labels, 7, 0.1, np.random.default_rng(0))
+    >>> [len(part) for part in found], len(np.unique(np.concatenate(found)))
+    ([85, 85, 85, 85, 85, 85, 85], 595)
+    """
+    size = len(labels) // parts if size is None else size
+    if size < 1 or parts * size > len(labels):
+        raise EverfedError(f"{len(labels)} samples are too few for {parts} parts of {size or 1}")
+    values, counts = np.unique(labels, return_counts=True)
+    pools = [random.permutation(np.flatnonzero(labels == value)) for value in values]
+    left = counts.copy()
+    concentration = alpha * counts / len(labels) if prior else np.full(len(values), alpha)
+    out = []
+    for _ in range(parts):
+        open_ = np.flatnonzero(left)
+        logs = _log_gamma(concentration[open_], random)
+        part: list[np.ndarray] = []
+        need = size
+        while need:
+            shares = np.exp(logs - logs.max())
+            drawn = random.choice(len(open_), need, p=shares / shares.sum())
+            # up to and with the first draw that uses a class up
+            places = [(np.flatnonzero(drawn == j), left[c]) for j, c in enumerate(open_)]
+            used = [own[has - 1] for own, has in places if len(own) >= has]
+            drawn = drawn[: min(used) + 1] if used else drawn
+            for j, taken in enumerate(np.bincount(drawn, minlength=len(open_))):
+                c = open_[j]
+                part.append(pools[c][left[c] - taken : left[c]])
+                left[c] -= taken
+            need -= len(drawn)
+            stay = left[open_] > 0
+            open_, logs = open_[stay], logs[stay]
+        out.append(random.permutation(np.concatenate(part)))
+    return out
+
+
+def _log_gamma(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Logarithms of gamma draws, which for a tiny `a` would underflow: G(a) = G(a + 1) U^(1/a)."""
+    return np.asarray(np.log(random.gamma(a + 1)) + np.log(random.random(a.shape)) / a)
+
+
 def _dirichlet_rows(rows: int, parts: int, alpha: float, random: np.random.Generator) -> np.ndarray:
-    """Dirichlet draws by log-gammas: log G(a) = log G(a + 1) + log(U) / a."""
-    logs = np.log(random.gamma(alpha + 1, size=(rows, parts)))
-    logs += np.log(random.random((rows, parts))) / alpha
+    logs = _log_gamma(np.full((rows, parts), alpha), random)
     weights = np.exp(logs - logs.max(1, keepdims=True))
     return np.asarray(weights / weights.sum(1, keepdims=True))

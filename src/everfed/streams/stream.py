@@ -35,6 +35,8 @@ class Stream(ABC):
     head: Head = "shared"
     #: the classes that each task brings, where they arrive task by task
     task_classes: tuple[tuple[int, ...], ...] | None = None
+    #: whether a client is another one in every round, so that it cannot keep a state
+    stateless: bool = False
 
     @abstractmethod
     def samples(self, client: int, round_: int) -> np.ndarray:

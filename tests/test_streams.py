@@ -1,0 +1,123 @@
+"""Streams that change from round to round: exact sizes, skew as the theory says, windows, chance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import everfed as ef
+from everfed.data import arrays
+from everfed.streams.partition import lda
+
+LABELS = np.repeat(np.arange(10), 6000)
+
+
+def shares(labels, part):
+    return np.bincount(labels[part], minlength=10) / len(part)
+
+
+@pytest.mark.parametrize("alpha", [1e-12, 0.1, 1.0, 1e6])
+@pytest.mark.parametrize("prior", [True, False])
+def test_parts_are_disjoint_and_of_one_size(alpha, prior):
+    parts = lda(LABELS, 210, alpha, np.random.default_rng(0), prior=prior)
+    assert {len(part) for part in parts} == {285}
+    assert len(np.unique(np.concatenate(parts))) == 210 * 285
+
+
+@pytest.mark.parametrize("prior", [True, False])
+@pytest.mark.parametrize("alpha", [0.1, 0.2, 1.0])
+def test_skew_is_that_of_the_dirichlet(alpha, prior):
+    """E sum theta^2 = (1 + a/C) / (1 + a) for Dirichlet(a p), (a + 1) / (C a + 1) for Dirichlet(a).
+    Of the first parts only, before classes are used up; a part of 285 adds (1 - s) / 285."""
+    s = (1 + alpha / 10) / (1 + alpha) if prior else (alpha + 1) / (10 * alpha + 1)
+    found = [
+        (shares(LABELS, lda(LABELS, 1, alpha, np.random.default_rng(k), size=285, prior=prior)[0])
+         ** 2).sum()
+        for k in range(300)
+    ]  # fmt: skip
+    assert np.mean(found) == pytest.approx(s + (1 - s) / 285, abs=4 * np.std(found) / np.sqrt(300))
+
+
+def test_all_samples_can_be_used_up():
+    """Classes of unequal size are emptied one after another, and the last part takes the rest."""
+    labels = np.repeat([0, 1, 2], [7, 50, 3])
+    parts = lda(labels, 4, 0.05, np.random.default_rng(3))
+    assert sorted(np.concatenate(parts).tolist()) == list(range(60))
+    with pytest.raises(ef.EverfedError, match="too few"):
+        lda(labels, 7, 0.1, np.random.default_rng(0), size=9)
+
+
+def table(n=4200):
+    random = np.random.default_rng(0)
+    x, y = random.random((n + 100, 4)).astype(np.float32), random.integers(0, 10, n + 100)
+    return arrays(x[:n], y[:n], test=(x[n:], y[n:]))
+
+
+def test_a_client_draws_among_its_own_subsets():
+    stream = ef.streams.evolving(table(), clients=7, subsets=30, rounds=400).seeded(1)
+    sets = {i: {} for i in range(7)}
+    for t in range(400):
+        for i in range(7):
+            ids, block = stream.samples(i, t), stream.block(i, t)
+            assert len(ids) == 20
+            assert sets[i].setdefault(block, ids.tolist()) == ids.tolist()
+    assert all(len(own) == 30 for own in sets.values())
+    met = np.concatenate([ids for own in sets.values() for ids in own.values()])
+    assert len(np.unique(met)) == 4200
+
+
+def test_two_levels_make_clients_one_sided():
+    """With one split a client's subsets are of all classes; with two of few."""
+    one, two = (
+        ef.streams.evolving(table(), clients=7, subsets=30, split=split, prior=True).seeded(0)
+        for split in ("one", "two")
+    )
+    y = one.data.y.numpy()
+
+    def skew(stream):
+        return np.mean([(shares(y, stream._sequences[i]) ** 2).sum() for i in range(7)])
+
+    assert skew(one) < 0.3
+    assert skew(two) > 2 * skew(one)
+
+
+@pytest.mark.parametrize(("stride", "period"), [(285, 30), (213, 2850), (142, 4275)])
+def test_windows_overlap_and_repeat(stride, period):
+    """285 of 8550 samples, moved on by 285, 213 or 142: overlaps of 0, 25.26 and 50.18 %."""
+    data = table(7 * 8550)
+    stream = ef.streams.evolving(data, order="window", stride=stride, rounds=5000).seeded(0)
+    first, second = (set(stream.samples(3, t).tolist()) for t in (0, 1))
+    assert len(first & second) == 285 - stride
+    starts = [stream.block(3, t) for t in range(period + 1)]
+    assert len(set(starts[:-1])) == period
+    assert starts[-1] == starts[0]
+    last = stream.samples(3, 40)  # wraps around
+    assert len(set(last.tolist())) == 285
+
+
+def test_fresh_data_are_for_methods_without_client_state(digits):
+    stream = ef.streams.evolving(digits, clients=3, subsets=8, order="fresh", rounds=2)
+    first = stream.seeded(0)
+    assert set(first.samples(0, 0).tolist()) != set(first.samples(0, 1).tolist())
+    model = ef.models.mlp(64, 8, 10)
+    assert ef.run(ef.methods.mimelite(), stream, model, workers=1).summary.acc > 0
+    with pytest.raises(ef.EverfedError, match="another one in every round"):
+        ef.run(ef.methods.scaffold(), stream, model)
+
+
+def test_without_classes_blocks_of_time_are_skewed():
+    x = np.arange(500, dtype=np.float32)[:, None]
+    data = arrays(x[:400], np.sin(x[:400]), test=(x[400:], np.sin(x[400:])))
+    stream = ef.streams.evolving(data, clients=2, subsets=10, alpha=0.05, rounds=3).seeded(0)
+    spans = [np.ptp(stream._sequences[0].reshape(10, 20), axis=1)]
+    assert np.median(spans) < 300  # random parts of 20 from 400 span some 360
+
+
+def test_wrong_settings():
+    for options, match in (
+        ({"alpha": 0.0}, "alpha must be above 0"),
+        ({"subsets": 5000}, "too few"),
+        ({"stride": 3}, "order = 'window'"),
+    ):
+        with pytest.raises(ef.EverfedError, match=match):
+            ef.streams.evolving(table(), **options)
