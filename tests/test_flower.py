@@ -23,8 +23,9 @@ from everfed import config as configs  # noqa: E402
 from everfed.engines.flower import client_app, server_app  # noqa: E402
 from everfed.engines.site import Store  # noqa: E402
 from everfed.errors import EverfedError  # noqa: E402
-from everfed.folder import RunFolder, read_records  # noqa: E402
+from everfed.folder import RunFolder  # noqa: E402
 from everfed.methods import METHODS  # noqa: E402
+from everfed.records import read_records  # noqa: E402
 
 TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # as in a server's process
 

@@ -16,7 +16,8 @@ from everfed import __version__
 from everfed.errors import EverfedError
 
 if TYPE_CHECKING:
-    from everfed.compare import Entry, Loaded
+    from everfed.compare import Entry
+    from everfed.records import Loaded
     from everfed.runs import Progress as RoundProgress
 
 app = typer.Typer(
@@ -48,14 +49,10 @@ def main() -> None:
     try:
         app()
     except EverfedError as error:
-        from everfed.config import ConfigError
-        from everfed.runs import Interrupted
-
-        if isinstance(error, Interrupted):
-            err.print(str(error), markup=False, highlight=False, soft_wrap=True)
-            sys.exit(130)
-        err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        mistake = error.exit_code != 130  # 130: stopped on request
+        text, style = (f"error: {error}", "red") if mistake else (str(error), None)
+        err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)
 
 
 @app.command()
@@ -114,7 +111,7 @@ def resume(
     """Go on with a run or a comparison where it was."""
     from everfed import compare as comparing
     from everfed import config as configs
-    from everfed.folder import read_config
+    from everfed.records import read_config
 
     if (folder / "compare.json").exists():
         _run_all(comparing.opened(folder), folder, jobs)
@@ -315,13 +312,11 @@ def _notes(notes: Iterable[str]) -> None:
 
 
 def _show(paths: list[Path]) -> None:
-    from everfed.compare import collect
     from everfed.metrics import summarise
+    from everfed.records import collect
     from everfed.report.table import table, trouble
 
     runs = collect(paths)
-    if not runs:
-        raise EverfedError(f"no run in {', '.join(map(str, paths))} has begun yet")
     summaries = {m: [summarise(r.records) for r in own] for m, own in runs.items()}
     count = max(map(len, summaries.values()))
     title = f"mean ± std over {count} seeds" if count > 1 else None

@@ -38,6 +38,8 @@ from everfed.streams.stream import Stream
 class ConfigError(EverfedError):
     """A mistake in a configuration."""
 
+    exit_code = 2
+
 
 # what a configuration may name --------------------------------------------------------------
 def _mlp(d: Data, hidden: Sequence[PositiveInt] = (128,)) -> models.Recipe:

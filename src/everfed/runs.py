@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import platform
 import signal
 import threading
 import time
@@ -33,6 +34,7 @@ from everfed.local import Local
 from everfed.method import Method, State
 from everfed.metrics import Record, Summary
 from everfed.round import Engine, Events, Federation, Rounds
+from everfed.streams import labels
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 from everfed.vector import load
@@ -43,6 +45,8 @@ Grouping = Literal["auto", "batched", "single"]
 
 class Interrupted(EverfedError):
     """Stopped on request; all that was done is saved."""
+
+    exit_code = 130
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,14 @@ def run(
             "precision": precision,
             "test_every": test_every,
         }
-        place, found, notes = _place(folder, resume, what, config)
+        about = {
+            "everfed": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "config": config,
+            "task_rounds": [stream.length(k) for k in range(len(stream.tasks))],
+        }
+        place, found, notes = _place(folder, resume, what, about)
         if engine is None:
             made, meta = _local_engine(program, workers, sample, found, notes)
         else:
@@ -251,7 +262,7 @@ class Session:
                 began = time.perf_counter()
                 at, task = fed.round, stream.task(fed.round)
                 events = self.rounds.play(fed)
-                new = self._lines(at, task, events)
+                new = self._lines(at, task, events) + self._labels(at, task, events.cohort)
                 accuracy = None
                 if (at + 1) % self.test_every == 0 or stream.last_of_task(at):
                     new += self._test(fed, at, task, range(task + 1), end=False)
@@ -270,6 +281,14 @@ class Session:
     def _lines(self, at: int, task: int, events: Events) -> list[Record]:
         self.changed |= events.changed
         return [_line(at, task, key, value) for key, value in events.values.items()]
+
+    def _labels(self, at: int, task: int, cohort: list[int]) -> list[Record]:
+        """What the cohort's clients hold, where it is known here."""
+        stream = self.rounds.stream
+        if isinstance(stream, Sites) or not cohort:
+            return []
+        held = labels.held(stream, cohort, at)
+        return [{"round": at, "task": task, "metric": "labels", "value": held}]
 
     def _test(
         self, fed: Federation, at: int, task: int, on: Sequence[int], end: bool
@@ -493,17 +512,19 @@ def _check_model(compute: Compute, stream: Stream, data: Data, loss: LossFunctio
 
 
 def _place(
-    folder: str | Path | None, resume: bool, what: dict[str, Any], config: dict[str, Any] | None
+    folder: str | Path | None, resume: bool, what: dict[str, Any], about: dict[str, Any]
 ) -> tuple[RunFolder | None, Checkpoint | None, list[str]]:
-    """The run's folder, the checkpoint to go on from, and notes on damaged ones."""
+    """The run's folder, the checkpoint to go on from, and notes on damaged ones.
+
+    `what` must be the same when the run is resumed; `about` is kept for readers.
+    """
     if folder is None:
         if resume:
             raise EverfedError("resume=True needs the run's folder")
         return None, None, []
     path = Path(folder)
     if not resume:
-        about = {"everfed": __version__, "torch": torch.__version__, "config": config} | what
-        return RunFolder.create(path, about), None, []
+        return RunFolder.create(path, about | what), None, []
     place = RunFolder.open(path)
     before = place.config()
     for key, value in what.items():
