@@ -25,7 +25,7 @@ from pydantic import (
     create_model,
 )
 
-from everfed import data, methods, models, streams
+from everfed import data, loggers, methods, models, streams
 from everfed.data.table import Data
 from everfed.engines.terms import Terms
 from everfed.errors import EverfedError
@@ -109,6 +109,8 @@ class Config(BaseModel):
     device: str = "auto"
     checkpoint_seconds: float = Field(5.0, ge=0)
     data_dir: str | None = None
+    #: where records are copied to: tensorboard, mlflow, wandb
+    log: list[loggers.Name] = []
     data: dict[str, Any] = {"name": "digits"}
     stream: dict[str, Any] = {"name": "domains"}
     model: dict[str, Any] = {"name": "mlp"}
@@ -270,6 +272,7 @@ def experiment(config: Config, method: str | None = None, seed: int | None = Non
         "precision": config.precision,
         "device": config.device,
         "checkpoint_seconds": config.checkpoint_seconds,
+        "loggers": [loggers.named(name) for name in config.log],
         "config": config.model_dump(exclude_none=True)
         | {"method": dict(section), "seed": config.seed if seed is None else seed},
     }

@@ -31,8 +31,10 @@ from everfed.engines.local import LocalEngine, workers_for
 from everfed.errors import EverfedError
 from everfed.folder import Checkpoint, RunFolder
 from everfed.local import Local
+from everfed.loggers import Begun, Logger, Loggers
 from everfed.method import Method, State
 from everfed.metrics import Record, Summary
+from everfed.records import Loaded
 from everfed.round import Engine, Events, Federation, Rounds
 from everfed.streams import labels
 from everfed.streams.sites import Sites
@@ -122,6 +124,7 @@ def run(
     device: str = "auto",
     checkpoint_seconds: float = 5.0,
     on_round: Callable[[Progress], None] | None = None,
+    loggers: Sequence[Logger] = (),
     config: dict[str, Any] | None = None,
     engine: Callable[[ClientProgram], Engine] | None = None,
 ) -> Run:
@@ -130,7 +133,8 @@ def run(
     `sample` clients are drawn each round (None: all that are online). `loss` takes outputs and
     targets and gives one loss a sample. With a `folder` the run is kept on disk, checkpointed
     every `checkpoint_seconds`, and goes on where it was with `resume=True` (bit-identical to a run
-    that was never interrupted). `engine` makes another engine than the local one.
+    that was never interrupted). `loggers` of `everfed.loggers` get a copy of the records. `engine`
+    makes another engine than the local one.
 
     >>> import everfed as ef
     >>> stream = ef.streams.domains(ef.data.digits(["plain", "inverted"]), rounds=2)
@@ -181,21 +185,26 @@ def run(
             checkpoint_seconds,
             on_round,
             config is not None or (place is not None and place.config().get("config") is not None),
+            Loggers(list(loggers), stream.tasks),
         )
         try:
             fed, records = session.start(compute, found)
+            home = place.path if place else None
+            given = Loaded(home or Path(), what, []).settings | {"seed": seed}
+            name = f"{method.name}-seed{seed}"
+            session.loggers.start(Begun(name, home, given, stream.tasks, fed.round))
             session.play(fed, records)
         finally:
+            session.loggers.close()
             made.close()
             if place:
                 place.close()
         trained = copy.deepcopy(compute.module).cpu()
         for layout, vector in ((compute.layout, fed.w), (compute.buffer_layout, fed.buffers)):
             load(trained, layout, vector.cpu())
-        home = place.path if place else None
         return Run(
             records, stream.tasks, fed.w, trained.eval(), made.describe(), home,
-            tuple(notes), tuple(session.warnings),
+            tuple(notes), (*session.warnings, *session.loggers.told()),
         )  # fmt: skip
 
 
@@ -233,6 +242,7 @@ class Session:
     checkpoint_seconds: float
     on_round: Callable[[Progress], None] | None
     configured: bool  #: whether the command line can resume it
+    loggers: Loggers
 
     def __post_init__(self) -> None:
         self.changed: set[int] = set()
@@ -318,6 +328,7 @@ class Session:
 
     def _keep(self, fed: Federation, records: list[Record], new: list[Record]) -> None:
         records += new
+        self.loggers.write(new)
         if self.folder is None:
             return
         self.folder.append(new)
@@ -334,7 +345,8 @@ class Session:
 
     def _tell(self, fed: Federation, task: int, accuracy: float | None, events: Events) -> None:
         stream = self.rounds.stream
-        warnings = tuple(f"round {fed.round}: {text}" for text in events.warnings)
+        said = [*events.warnings, *self.loggers.told()]
+        warnings = tuple(f"round {fed.round}: {text}" for text in said)
         self.warnings += warnings[: max(0, 20 - len(self.warnings))]
         if self.on_round:
             name = stream.tasks[task]
