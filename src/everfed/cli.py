@@ -19,7 +19,6 @@ from everfed.errors import EverfedError
 
 if TYPE_CHECKING:
     from everfed.compare import Entry
-    from everfed.records import Loaded
     from everfed.runs import Progress as RoundProgress
 
 app = typer.Typer(
@@ -149,11 +148,12 @@ def show(
     from everfed.metrics import summarise
     from everfed.records import collect
     from everfed.report import table
+    from everfed.report.page import notes
 
     found = collect(runs)
     summaries = {m: [summarise(r.records) for r in own] for m, own in found.items()}
     print(table.latex(summaries) if format_ is Format.latex else table.markdown(summaries))
-    _notes([*_reading(found), *table.trouble(summaries)])
+    _notes([*notes(found), *table.trouble(summaries)])
 
 
 @app.command()
@@ -407,7 +407,7 @@ def _show(paths: list[Path]) -> None:
     from everfed.metrics import summarise
     from everfed.records import collect
     from everfed.report.figure import comparison
-    from everfed.report.page import gather
+    from everfed.report.page import gather, notes
     from everfed.report.table import table, trouble
 
     runs = collect(paths)
@@ -415,7 +415,7 @@ def _show(paths: list[Path]) -> None:
     count = max(map(len, summaries.values()))
     title = f"mean ± std over {count} seeds" if count > 1 else None
     out.print(table(summaries, title, narrow=out.width < 118))
-    for line in [*_reading(runs), *trouble(summaries)]:
+    for line in [*notes(runs), *trouble(summaries)]:
         out.print(Text.assemble(("note: ", "yellow"), line), soft_wrap=True)
     try:
         page = gather(runs)
@@ -426,9 +426,3 @@ def _show(paths: list[Path]) -> None:
     comparison(page, path)
     said = f"runs: {paths[0]}\nfigure: {path}"
     out.print(said, markup=False, highlight=False, soft_wrap=True)
-
-
-def _reading(runs: dict[str, list[Loaded]]) -> list[str]:
-    """What was left out of records."""
-    skipped = sum(r.skipped for own in runs.values() for r in own)
-    return [f"skipped {skipped} half-written record line(s)"] if skipped else []

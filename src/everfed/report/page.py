@@ -149,7 +149,7 @@ def gather(runs: Runs) -> Page:
         subtitle=_subtitle(runs, len(tasks)),
         version=__version__,
         methods=list(runs),
-        notes=notes(runs) + [f"{line}." for line in trouble(summaries)],
+        notes=notes(runs) + trouble(summaries),
         columns=[{"name": c.name, "what": c.what} for c in COLUMNS],
         table=[[{"text": cell.text(), "best": cell.best} for cell in row] for row in rows.values()],
         tasks=tasks,
@@ -191,14 +191,13 @@ def notes(runs: Runs) -> list[str]:
     for method, own in runs.items():
         for run in own:
             if run.skipped:
-                lines = "line was" if run.skipped == 1 else "lines were"
                 out.append(
-                    f"{run.folder}: {run.skipped} half-written record {lines} skipped (the run "
-                    "crashed or is being written)."
+                    f"{run.folder}: skipped {run.skipped} half-written record line(s); the run "
+                    "crashed or is still being written"
                 )
             if run.rounds and run.rounds_done < run.rounds:
                 done = f"{run.rounds_done} of {run.rounds} rounds"
-                out.append(f"{method}, seed {run.seed}: unfinished, {done}.")
+                out.append(f"{method}, seed {run.seed}: unfinished, {done}")
     return out
 
 

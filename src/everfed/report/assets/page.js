@@ -37,7 +37,11 @@ function number(value, unit = "") {
   return unit ? `${text} ${unit}` : text;
 }
 
-const plusMinus = (mean, std, unit) => number(mean) + (std === null ? "" : ` ± ${number(std)}`) + (unit ? ` ${unit}` : "");
+function plusMinus(mean, std, unit) {
+  const text = (value) => (unit === "%" ? value.toFixed(1) : number(value));
+  if (mean === null) return "–";
+  return text(mean) + (std === null ? "" : ` ± ${text(std)}`) + (unit ? ` ${unit}` : "");
+}
 
 /** A tooltip: a head and rows of [colour, name, value]. */
 function tip(head, rows) {
@@ -178,7 +182,7 @@ function overRounds(lines, labels, { unit = "", log = false, own = null, max = n
     data: [],
     markLine: { silent: true, symbol: "none", animation: false, label: { show: false }, lineStyle: { color: paint("--soft"), type: "dotted", width: 1 }, data: edges },
     ...(own !== null && starts[own] < last && page.tasks.length > 1
-      ? { markArea: { silent: true, itemStyle: { color: paint("--soft"), opacity: 0.1 }, data: [[{ xAxis: starts[own] }, { xAxis: Math.min(ends[own], last) }]] } }
+      ? { markArea: { silent: true, itemStyle: { color: paint("--soft"), opacity: 0.1, borderWidth: 0 }, data: [[{ xAxis: starts[own] }, { xAxis: Math.min(ends[own], last) }]] } }
       : {}),
   });
   return {
@@ -278,7 +282,7 @@ function forgetting() {
       axisPointer: { type: "shadow" },
       formatter: (found) => tip(taskName(found[0].dataIndex), found.map((f) => {
         const k = Number(f.seriesName.slice(1));
-        return [colour(k), page.methods[k], plusMinus(...page.forgetting[k][f.dataIndex])];
+        return [colour(k), page.methods[k], plusMinus(...page.forgetting[k][f.dataIndex], "%")];
       })),
     },
   };
