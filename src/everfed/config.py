@@ -348,9 +348,10 @@ def _say(error: ValidationError, prefix: str, known: Sequence[str]) -> str:
     if first["type"] == "missing":
         return f"{prefix}{'.'.join(place)} is missing"
     same = [p for p in problems if p["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]]
-    wanted = " or ".join(
-        dict.fromkeys(p["msg"].removeprefix("Input should be ").partition(",")[0] for p in same)
-    )
+    said = [p["msg"].removeprefix("Input should be ") for p in same]
+    choice = [p["type"] == "literal_error" for p in same]  # all of its words, not only the first
+    short = (text if c else text.partition(",")[0] for text, c in zip(said, choice, strict=True))
+    wanted = " or ".join(dict.fromkeys(short))
     key = next((k for k in range(len(place), 0, -1) if place[k - 1] in known or k == 1), 1)
     if place[0] in ("local", "compare", "flower"):
         key = min(2, len(place))

@@ -41,7 +41,7 @@ def comparison(page: Page, path: Path) -> None:
     with plain():
         rows, matrices = len(page.tasks), _rows(len(page.methods))
         columns = -(-len(page.methods) // matrices)
-        height = max(1.55 * rows, 2.6 * matrices) + 1.1
+        height = max(1.55 * rows, 2.6 * matrices) + 0.7 + _above(page)
         figure = plt.figure(figsize=(6.4 + 2.35 * columns, height), layout="constrained")
         halves: Any = figure.subfigures(1, 2, width_ratios=(6.4, 2.35 * columns))
         _tests(halves[0], page, 1)
@@ -51,9 +51,12 @@ def comparison(page: Page, path: Path) -> None:
 
 def save_all(page: Page, folder: Path) -> list[Path]:
     """Every chart of the page as PDF and PNG."""
+    across, several = _columns(page), len(page.tasks) > 1
+    down, tall = -(-len(page.tasks) // across), _rows(len(page.methods))
+    wide = -(-len(page.methods) // tall)
     charts: dict[str, Callable[[], Figure | None]] = {
-        "accuracy" if page.measure == "accuracy" else "loss": lambda: _whole(page, _tests),
-        "matrices": lambda: _whole(page, _matrices) if len(page.tasks) > 1 else None,
+        page.measure: lambda: _whole(page, _tests, 4.2 * across, 2.0 * down + 0.7 + _above(page)),
+        "matrices": lambda: _whole(page, _matrices, 2.35 * wide, 2.6 * tall) if several else None,
         "trade-off": lambda: _trade(page),
         "forgetting": lambda: _forgetting(page),
         "stream": lambda: _stream(page),
@@ -101,17 +104,9 @@ def _save(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def _whole(page: Page, draw: Callable[[FigureBase, Page], None]) -> Figure:
-    wide = (
-        4.2 * _columns(page)
-        if draw is _tests
-        else 2.35 * -(-len(page.methods) // _rows(len(page.methods)))
-    )
-    tall = (
-        1.2 + 2.0 * -(-len(page.tasks) // _columns(page))
-        if draw is _tests
-        else 2.6 * _rows(len(page.methods))
-    )
+def _whole(
+    page: Page, draw: Callable[[FigureBase, Page], None], wide: float, tall: float
+) -> Figure:
     figure = plt.figure(figsize=(wide, tall), layout="constrained")
     draw(figure, page)
     return figure
@@ -141,13 +136,19 @@ def _tests(figure: FigureBase, page: Page, columns: int | None = None) -> None:
     figure.supylabel(f"{page.measure} on each task{', %' if page.unit else ''}", fontsize=10)
 
 
-def _legend(figure: FigureBase, page: Page) -> None:
-    handles = [
-        Line2D([], [], color=_colour(k), ls=_dash(k), lw=1.6) for k in range(len(page.methods))
-    ]
-    figure.legend(
-        handles, page.methods, loc="outside upper center", ncols=3, frameon=False, fontsize=9
-    )
+def _legend(figure: FigureBase, page: Page, panel: Panel | None = None) -> None:
+    """Above everything: all methods, or those that a panel shows."""
+    known = range(len(page.methods))
+    used = [k for k in known if panel is None or any(line[k] for line in panel.lines)]
+    handles = [Line2D([], [], color=_colour(k), ls=_dash(k), lw=1.6) for k in used]
+    names = [_cut(page.methods[k], 26) for k in used]
+    where: Any = "outside upper center"
+    figure.legend(handles, names, loc=where, ncols=3, frameon=False, fontsize=8)
+
+
+def _above(page: Page) -> float:
+    """Inches that the legend takes."""
+    return 0.18 * -(-len(page.methods) // 3)
 
 
 def _lines(axis: Axes, page: Page, lines: Sequence[Sequence[Curve | None]]) -> None:
@@ -192,7 +193,7 @@ def _matrices(figure: FigureBase, page: Page) -> None:
                     ink = "white" if a[i, j] < 0.6 * most else "black"
                     text = f"{a[i, j]:.0f}" if most == 100 else f"{a[i, j]:.2g}"
                     axis.text(j, i, text, ha="center", va="center", color=ink, fontsize=8)
-        axis.set_title(_cut(method, 28), fontsize=9)
+        axis.set_title(_cut(method, 22), fontsize=9)
         ticks = range(0, size, max(1, size // 10))
         axis.set_xticks(ticks, [str(t + 1) for t in ticks])
         axis.set_yticks(ticks, [str(t + 1) for t in ticks])
@@ -248,7 +249,7 @@ def _forgetting(page: Page) -> Figure | None:
 
 
 def _panel(page: Page, panel: Panel) -> Figure:
-    figure, axis = plt.subplots(figsize=(5.6, 3.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(5.6, 3.0 + _above(page)), layout="constrained")
     _lines(axis, page, panel.lines)
     if panel.log:
         axis.set_yscale("log")
@@ -257,12 +258,11 @@ def _panel(page: Page, panel: Panel) -> Figure:
         axis.set_ylim(bottom=0)
     kinds = zip(("solid", "dashed"), panel.labels, strict=False)
     labels = ", ".join(f"{kind}: {name}" for kind, name in kinds if name)
-    axis.set_title(panel.title + (f" ({labels})" if labels else ""), loc="left", fontsize=9)
+    axis.set_title(
+        _cut(panel.title, 50) + (f" ({labels})" if labels else ""), loc="left", fontsize=9
+    )
     axis.set_xlabel("round")
-    used = [k for k in range(len(page.methods)) if any(line[k] for line in panel.lines)]
-    handles = [Line2D([], [], color=_colour(k), ls=_dash(k), lw=1.6) for k in used]
-    names = [_cut(page.methods[k], 40) for k in used]
-    figure.legend(handles, names, loc="outside upper center", ncols=3, frameon=False, fontsize=8)
+    _legend(figure, page, panel)
     return figure
 
 
@@ -276,7 +276,7 @@ def _stream(page: Page) -> Figure | None:
     for edge in page.edges:
         axis.axvline(edge + 0.5, color="0.75", lw=0.8, ls=":")
     axis.set_ylabel("class")
-    axis.set_title(f"samples of each round's clients ({view.of})", loc="left", fontsize=9)
+    axis.set_title(f"samples of each round's clients ({_cut(view.of, 40)})", loc="left", fontsize=9)
     return figure
 
 
@@ -285,7 +285,7 @@ def _rows(methods: int) -> int:
 
 
 def _task(page: Page, j: int) -> str:
-    return f"task {j + 1}" + (f": {page.tasks[j]}" if page.tasks[j] else "")
+    return f"task {j + 1}" + (f": {_cut(page.tasks[j], 48)}" if page.tasks[j] else "")
 
 
 def _cut(text: str, length: int) -> str:

@@ -367,7 +367,7 @@ def render(page: Page) -> str:
     # "<" written as \u003c is the same JSON, and cannot end the script that holds it
     text = json.dumps(asdict(page), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {
-        "title": html.escape(f"{page.title} – everfed"),
+        "title": html.escape(f"{page.title[:100]} – everfed"),
         "scripts": f"{_hash(charts)} {_hash(read['page.js'])}",
         "css": read["page.css"],
         "data": text,

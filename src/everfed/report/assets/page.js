@@ -62,8 +62,7 @@ function taskName(j) {
 function figure(parent, title, what, height, build, method) {
   const plot = make("div", { class: "plot", role: "img", "aria-label": what ? `${title}: ${what}` : title });
   plot.style.height = `${height}px`;
-  const caption = make("figcaption", { text: title, title, kids: what ? [make("small", { text: what })] : [] });
-  if (what) caption.replaceChildren(title, make("small", { text: what }));
+  const caption = make("figcaption", { kids: [make("span", { text: title, title }), ...(what ? [make("small", { text: what })] : [])] });
   const box = make("figure", { kids: [caption, plot] });
   if (method !== undefined) box.dataset.method = method;
   parent.append(box);
@@ -316,7 +315,7 @@ function bubbles(rows, triples, width) {
 
 // sections ------------------------------------------------------------------------------------
 function header() {
-  $("h1").textContent = page.title;
+  $("h1").textContent = $("h1").title = page.title;
   $("#subtitle").textContent = page.subtitle;
   $("footer").textContent = `Made by everfed ${page.version} from the runs' records alone.`;
   $("#notes").append(...page.notes.map((text) => make("li", { text })));
@@ -359,10 +358,14 @@ function rows(table, head, body, whats = []) {
   table.append(make("thead", { kids: [top] }), make("tbody", { kids: body }));
 }
 
+function nameCell(k) {
+  return make("td", { kids: [make("span", { class: "name", text: page.methods[k], title: page.methods[k] })] });
+}
+
 function summary() {
   const body = page.table.map((row, k) => {
     const cells = row.map((cell) => make("td", { text: cell.text, ...(cell.best ? { class: "best" } : {}) }));
-    return make("tr", { "data-method": k, kids: [make("td", { text: page.methods[k] }), ...cells] });
+    return make("tr", { "data-method": k, kids: [nameCell(k), ...cells] });
   });
   rows($("#summary table"), ["method", ...page.columns.map((c) => c.name)], body, ["", ...page.columns.map((c) => c.what)]);
   const what = page.columns.map((c) => `${c.name}: ${c.what}`).join(". ");
@@ -449,7 +452,7 @@ function sums(triples) {
 }
 
 function about() {
-  const body = page.methods.map((name, k) => make("tr", { "data-method": k, kids: [name, page.own[k]].map((text) => make("td", { text })) }));
+  const body = page.methods.map((_, k) => make("tr", { "data-method": k, kids: [nameCell(k), make("td", { text: page.own[k] })] }));
   if (page.methods.length > 1) rows($("#own"), ["method", "settings that differ"], body);
   rows($("#common"), ["setting", "value"], Object.entries(page.common).map(([key, value]) => make("tr", { kids: [make("td", { text: key }), make("td", { text: value })] })));
   rows($("#runs"), ["method", "seed", "rounds", "folder"], page.runs.map((run) => make("tr", { kids: [run.method, run.seed, run.rounds, run.folder].map((text) => make("td", { text })) })));
