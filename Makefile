@@ -10,7 +10,7 @@ demo: $(VENV)/.ready
 	$(BIN)/everfed compare
 
 test: lint types
-	scripts/system-packages chromium
+	command -v google-chrome > /dev/null || scripts/system-packages chromium
 	$(BIN)/pytest
 
 bench: $(VENV)/.ready

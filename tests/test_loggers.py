@@ -95,7 +95,13 @@ def test_a_resumed_run_is_one_run_in_mlflow(digits, tmp_path, tracking):
 
     options = {"folder": tmp_path / "run", "checkpoint_seconds": 0}
     with pytest.raises(RuntimeError):
-        run(ef.methods.fedavg(), digits, loggers=[loggers.MLflow("again")], on_round=crash, **options)
+        run(
+            ef.methods.fedavg(),
+            digits,
+            loggers=[loggers.MLflow("again")],
+            on_round=crash,
+            **options,
+        )
     again = run(
         ef.methods.fedavg(), digits, loggers=[loggers.MLflow("again")], resume=True, **options
     )

@@ -228,8 +228,10 @@ def _trade(page: Page) -> Figure | None:
 
 
 def _forgetting(page: Page) -> Figure | None:
+    if not page.forgetting[0]:
+        return None
     rows = np.array(page.forgetting, float)  # (methods, tasks, mean and deviation)
-    if rows.shape[1] == 0 or np.isnan(rows[:, :, 0]).all():
+    if np.isnan(rows[:, :, 0]).all():
         return None
     figure, axis = plt.subplots(figsize=(max(5.0, 1.5 * rows.shape[1]), 3.4), layout="constrained")
     width = 0.8 / len(rows)

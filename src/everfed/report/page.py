@@ -58,7 +58,7 @@ class StreamView:
     """Label counts of what a run's cohorts held: (moment, class, count)."""
 
     of: str  #: the run
-    every: int  #: of which every so-manieth round is shown
+    every: int  #: one round in so many is shown
     rounds: list[int]
     classes: list[str]
     whole: list[tuple[int, int, int]]
@@ -80,12 +80,12 @@ class Page:
     edges: list[int]  #: the last round of each task but the last
     measure: str
     unit: str
-    every: int  #: of which rounds curves show every so-manieth
+    every: int  #: curves show one round in so many
     average: list[Curve | None]  #: mean over the tasks seen, by method
     tests: list[list[Curve | None]]  #: by task and method
     matrices: list[list[list[Number]]]
     trade: list[list[list[Number]]]  #: (ACC, BWT) of each run, by method
-    forgetting: list[list[tuple[Number, Number]]]  #: by method and task
+    forgetting: list[list[tuple[Number, Number]]]  #: by method and task; of accuracy only
     panels: list[Panel]
     stream: StreamView | None
     common: dict[str, str]
@@ -128,7 +128,7 @@ def gather(runs: Runs) -> Page:
     everyone = [run for own in runs.values() for run in own]
     tasks = task_names(everyone)
     measure = "accuracy" if any(_has(run, "accuracy") for run in everyone) else "loss"
-    factor = 100 if measure == "accuracy" else 1
+    factor, unit = (100, "%") if measure == "accuracy" else (1, "")
     series = {m: [_series(run.records, measure, factor) for run in own] for m, own in runs.items()}
     edges = _edges(everyone)
     every = _thinning(series, edges)
@@ -155,7 +155,7 @@ def gather(runs: Runs) -> Page:
         tasks=tasks,
         edges=edges,
         measure=measure,
-        unit="%" if measure == "accuracy" else "",
+        unit=unit,
         every=every,
         average=curves("seen"),
         tests=[curves(f"on {j}") for j in range(len(tasks))],
@@ -163,7 +163,7 @@ def gather(runs: Runs) -> Page:
         trade=[
             [[_short(100 * s.acc), _short(100 * s.bwt)] for s in own] for own in summaries.values()
         ],
-        forgetting=[_forgetting(own) for own in matrices.values()],
+        forgetting=[_forgetting(own) if unit else [] for own in matrices.values()],
         panels=_panels(series, curves),
         stream=_stream(everyone),
         common=_versions(everyone) | shared,

@@ -52,7 +52,8 @@ class Cell:
         """mean ± standard deviation."""
         if math.isnan(self.mean):
             return none
-        return f"{self.mean:.1f}" + ("" if math.isnan(self.std) else f"{join}{self.std:.1f}")
+        mean = round(self.mean, 1) + 0.0  # never -0.0
+        return f"{mean:.1f}" + ("" if math.isnan(self.std) else f"{join}{self.std:.1f}")
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:

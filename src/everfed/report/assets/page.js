@@ -74,18 +74,16 @@ function draw(entry) {
   entry.chart?.dispose();
   entry.chart = echarts.init(entry.plot, null, { renderer: "svg" });
   entry.chart.setOption(entry.build(entry.plot.clientWidth));
-  entry.chart.on("restore", () => select(entry.chart)); // the icon also brings hidden methods back
+  entry.chart.on("restore", () => hidden.forEach((k) => select(entry.chart, k))); // it shows them again
 }
 
 function drawAll() {
   for (const entry of charts) draw(entry);
 }
 
-/** Shows in a chart the methods that are switched on. */
-function select(chart) {
-  page.methods.forEach((_, k) => {
-    chart.dispatchAction({ type: hidden.has(k) ? "legendUnSelect" : "legendSelect", name: `m${k}` });
-  });
+/** Shows or hides a method in a chart. */
+function select(chart, k) {
+  chart.dispatchAction({ type: hidden.has(k) ? "legendUnSelect" : "legendSelect", name: `m${k}` });
 }
 
 function common(unit) {
@@ -273,7 +271,7 @@ function forgetting() {
     xAxis: axis({ type: "category", data: tasks.map((name, j) => `${j + 1}${name ? ` ${name}` : ""}`), splitLine: { show: false }, axisLabel: { color: paint("--soft"), hideOverlap: true, width: 90, overflow: "truncate" } }),
     yAxis: axis({ type: "value" }),
     series: page.forgetting.map((rows, k) => ({
-      type: "bar", name: `m${k}`, data: rows.map(([value]) => value), itemStyle: { color: colour(k), opacity: k < COLOURS.length ? 1 : 0.6 }, barGap: "5%",
+      type: "bar", name: `m${k}`, data: rows.map(([value]) => value), itemStyle: { color: colour(k), opacity: k < COLOURS.length ? 1 : 0.6 }, barGap: "5%", barMaxWidth: 48,
     })),
     tooltip: {
       ...common().tooltip,
@@ -291,11 +289,12 @@ function forgetting() {
 function bubbles(rows, triples, width) {
   const { rounds } = page.stream;
   const most = Math.max(1, ...triples.map((t) => t[2]));
+  const gap = Math.max(1, Math.round((rounds[rounds.length - 1] - rounds[0]) / 50));
   const room = Math.min(22, Math.max(6, (width - 80) / Math.min(rounds.length, 60)));
   const size = (count) => Math.max(2, room * 1.15 * Math.sqrt(count / most));
   return {
     ...common(),
-    xAxis: axis({ type: "value", min: rounds[0] - 1, max: rounds[rounds.length - 1] + 1, minInterval: 1, splitLine: { show: false }, name: "round", nameLocation: "middle", nameGap: 22, axisLabel: { color: paint("--soft"), hideOverlap: true, formatter: (x) => (x < rounds[0] || x > rounds[rounds.length - 1] ? "" : `${x}`) } }),
+    xAxis: axis({ type: "value", min: rounds[0] - gap, max: rounds[rounds.length - 1] + gap, minInterval: 1, splitLine: { show: false }, name: "round", nameLocation: "middle", nameGap: 22, axisLabel: { color: paint("--soft"), hideOverlap: true, formatter: (x) => (x < rounds[0] || x > rounds[rounds.length - 1] ? "" : `${x}`) } }),
     yAxis: axis({ type: "category", data: rows, inverse: true, axisTick: { show: false } }),
     grid: { ...common().grid, bottom: 18 },
     dataZoom: [{ type: "inside", filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseMove: "ctrl", moveOnMouseWheel: false, preventDefaultMouseMove: false }],
@@ -319,7 +318,7 @@ function header() {
   $("#subtitle").textContent = page.subtitle;
   $("footer").textContent = `Made by everfed ${page.version} from the runs' records alone.`;
   $("#notes").append(...page.notes.map((text) => make("li", { text })));
-  $("#thinned").textContent = page.every > 1 ? `To keep this page small, curves show every ${page.every}th round. ` : "";
+  $("#thinned").textContent = page.every > 1 ? `To keep this page small, curves show one round in ${page.every}. ` : "";
 }
 
 function swatch(k) {
@@ -348,7 +347,7 @@ function toggle(k) {
   if (hidden.has(k)) hidden.delete(k);
   else hidden.add(k);
   toggles();
-  for (const { chart } of charts) select(chart);
+  for (const { box, chart } of charts) if (!box.dataset.method) select(chart, k);
   for (const { box } of charts) if (box.dataset.method === String(k)) box.hidden = hidden.has(k);
   for (const row of document.querySelectorAll(`tr[data-method="${k}"]`)) row.hidden = hidden.has(k);
 }
@@ -424,7 +423,7 @@ function stream() {
   if (!page.stream) return;
   const { of, every, classes, whole, clients } = page.stream;
   const names = Object.keys(clients);
-  const thinned = every > 1 ? ` Every ${every}th round is shown.` : "";
+  const thinned = every > 1 ? ` One round in ${every} is shown.` : "";
   const some = names.length ? " Single clients are recorded only with low numbers." : "";
   section.querySelector("p").textContent = `What the clients of each round's cohort held (${of}); a bubble's area is a number of samples.${thinned}${some}`;
   const views = [["classes, all clients of the round", () => [classes.map((c) => (classes.length > 1 ? `class ${c}` : c)), whole]]];
@@ -453,7 +452,8 @@ function sums(triples) {
 
 function about() {
   const body = page.methods.map((_, k) => make("tr", { "data-method": k, kids: [nameCell(k), make("td", { text: page.own[k] })] }));
-  if (page.methods.length > 1) rows($("#own"), ["method", "settings that differ"], body);
+  if (page.own.some(Boolean)) rows($("#own"), ["method", "settings that differ"], body);
+  $("#about details").open = page.methods.length === 1;
   rows($("#common"), ["setting", "value"], Object.entries(page.common).map(([key, value]) => make("tr", { kids: [make("td", { text: key }), make("td", { text: value })] })));
   rows($("#runs"), ["method", "seed", "rounds", "folder"], page.runs.map((run) => make("tr", { kids: [run.method, run.seed, run.rounds, run.folder].map((text) => make("td", { text })) })));
   $("#configs").append(...page.methods.flatMap((name, k) => [make("h3", { text: name }), make("pre", { text: JSON.stringify(page.configs[k], null, 1) })]));
