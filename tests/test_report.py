@@ -122,6 +122,17 @@ def test_settings_that_differ_keep_runs_apart():
     assert differing([run.settings for run in own]) == ["Anchor.lam"]
 
 
+def test_runs_on_other_ground_are_marked():
+    """Methods may differ in their own settings; streams, data or samples that differ are told."""
+    one = made(lines([0.5] * 4, []), "special", parts=[{"part": "Anchor", "lam": 1}], sample=4)
+    same = made(lines([0.5] * 4, []), sample=4)
+    other = made(lines([0.5] * 4, []), sample=8, stream={"alpha": 0.1, "seed": 3})
+    assert gather(by_method([one, same])).notes == []
+    assert gather(by_method([one, other])).notes == [
+        "the runs differ in sample, stream.alpha: compare with care"
+    ]
+
+
 def test_runs_on_different_tasks_are_not_mixed():
     short = made(lines([0.5] * 2), name="b", tasks=["a"])
     with pytest.raises(EverfedError, match=r"2 task\(s\), run has 1: make a report of each"):

@@ -197,10 +197,10 @@ def numbers(records: Sequence[Record], tasks: Sequence[str]) -> dict[str, float]
             continue
         if "on" in r:
             out[f"{r['metric']}/{tasks[r['on']]}"] = float(r["value"])
-        else:  # a task's end may add to its last round's traffic
-            out[r["metric"]] = (
-                out.get(r["metric"], 0.0) * r["metric"].startswith("mb_") + r["value"]
-            )
+        elif r["metric"].startswith("mb_"):  # a task's end adds to its last round's traffic
+            out[r["metric"]] = out.get(r["metric"], 0.0) + r["value"]
+        else:
+            out.setdefault(r["metric"], float(r["value"]))
     return out
 
 

@@ -118,7 +118,10 @@ def by_method(runs: Iterable[Loaded]) -> dict[str, list[Loaded]]:
         first = own[0]
         namesakes = [g[0].settings for g in groups.values() if g[0].method == first.method]
         more = [f"{key.split('.')[-1]}={first.settings.get(key)}" for key in differing(namesakes)]
-        out[" ".join([first.method, *more])] = own
+        name = " ".join([first.method, *more])
+        while name in out:  # values that differ, but look the same
+            name += "'"
+        out[name] = own
     return out
 
 
@@ -127,6 +130,13 @@ def differing(settings: Sequence[dict[str, Any]]) -> list[str]:
     keys = dict.fromkeys(key for own in settings for key in own)
     first = settings[0]
     return [key for key in keys if any(own.get(key) != first.get(key) for own in settings)]
+
+
+def unequal(runs: dict[str, list[Loaded]]) -> list[str]:
+    """Settings beside the methods' own in which runs differ: not all are on the same ground."""
+    known = ("data", "sample", "parameters", "precision")
+    found = differing([own[0].settings for own in runs.values()])
+    return [key for key in found if key.startswith("stream.") or key in known]
 
 
 def read_config(path: Path) -> dict[str, Any]:

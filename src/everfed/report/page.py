@@ -21,7 +21,7 @@ import numpy as np
 from everfed import __version__
 from everfed.errors import EverfedError
 from everfed.metrics import Record, matrix, summarise
-from everfed.records import Loaded, differing
+from everfed.records import Loaded, differing, unequal
 from everfed.report.table import COLUMNS, cells, spread, trouble
 
 #: Points of all curves together, beyond which only some rounds are drawn.
@@ -30,7 +30,7 @@ POINTS = 100_000
 MOMENTS = 60
 
 Number = float | None
-Runs = Mapping[str, Sequence[Loaded]]
+Runs = dict[str, list[Loaded]]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def gather(runs: Runs) -> Page:
     factor, unit = (100, "%") if measure == "accuracy" else (1, "")
     series = {m: [_series(run.records, measure, factor) for run in own] for m, own in runs.items()}
     edges = _edges(everyone)
-    every = _thinning(series, edges)
+    every = _thinning(series)
 
     def curves(key: str) -> list[Curve | None]:
         return [
@@ -187,7 +187,8 @@ def task_names(runs: Sequence[Loaded]) -> list[str]:
 
 def notes(runs: Runs) -> list[str]:
     """What a reader should know of the runs before looking at numbers."""
-    out = []
+    apart = unequal(runs)
+    out = [f"the runs differ in {', '.join(apart)}: compare with care"] if apart else []
     for method, own in runs.items():
         for run in own:
             if run.skipped:
@@ -253,7 +254,7 @@ def _edges(runs: Sequence[Loaded]) -> list[int]:
     return [last[task] for task in sorted(last)][:-1]
 
 
-def _thinning(series: Mapping[str, Sequence[Mapping[str, Mapping[int, float]]]], edges: Any) -> int:
+def _thinning(series: Mapping[str, Sequence[Mapping[str, Mapping[int, float]]]]) -> int:
     total = sum(
         max((len(one.get(key, ())) for one in own), default=0)
         for own in series.values()

@@ -30,7 +30,8 @@ from everfed.streams.stream import Stream
 
 #: clients, moments and (for inputs) samples of a task that are looked at
 CLIENTS, MOMENTS, SAMPLES = 200, 120, 2000
-DRAWS = 20
+#: draws for what chance gives: of a whole task, and of each of many clients
+DRAWS, FEW = 20, 3
 
 
 @dataclass(frozen=True)
@@ -79,24 +80,27 @@ def look(stream: Stream, seed: int) -> Look:
     moments = _moments(stream, clients)
     cache: dict[tuple[int, int], np.ndarray] = {}
 
-    def own(client: int, at: int) -> np.ndarray:
-        online = stream.online(at)
-        if online is not None and client not in online:
-            return np.zeros_like(counts(stream.data, np.zeros(0, dtype=np.int64)))
-        key = (client, stream.block(client, at))
-        if key not in cache:
-            cache[key] = counts(stream.data, stream.samples(client, at))
-        return cache[key]
+    nothing = counts(stream.data, np.zeros(0, dtype=np.int64))
 
-    held = np.array([[own(client, at) for client in clients] for at in moments])
-    of_task = np.array([stream.task(at) for at in moments])
+    def at(round_: int) -> list[np.ndarray]:
+        """What each client holds; nothing, where it is not online."""
+        online = stream.online(round_)
+        there = set(clients) if online is None else set(np.asarray(online).tolist())
+        for client in there & set(clients):
+            key = (client, stream.block(client, round_))
+            if key not in cache:
+                cache[key] = counts(stream.data, stream.samples(client, round_))
+        return [cache[c, stream.block(c, round_)] if c in there else nothing for c in clients]
+
+    held = np.array([at(round_) for round_ in moments])
+    of_task = np.array([stream.task(round_) for round_ in moments])
     random = rng(seed, "look")
     tasks: list[Task] = []
     before: tuple[np.ndarray, np.ndarray | None] | None = None
     for k, name in enumerate(stream.tasks):
         mine = held[of_task == k]
-        at = int(np.argmax(of_task == k))
-        inputs = _inputs(stream, moments[at : at + len(mine)], clients)
+        start = int(np.argmax(of_task == k))
+        inputs = _inputs(stream, moments[start : start + len(mine)], clients)
         pooled = mine.sum((0, 1))
         sizes = mine.sum(2)
         sizes = sizes[sizes > 0] if sizes.any() else sizes.ravel()
@@ -115,12 +119,12 @@ def look(stream: Stream, seed: int) -> Look:
                 skew=_skew(mine, random),
                 labels=labels,
                 js=js,
-                client=_own_drift(held[max(0, at - 1) : at + len(mine)], random),
+                client=_own_drift(held[max(0, start - 1) : start + len(mine)], random),
                 inputs=moved,
             )
         )
         before = pooled, inputs
-    return Look(tasks, [at + 1 for at in moments], clients, held)
+    return Look(tasks, [round_ + 1 for round_ in moments], clients, held)
 
 
 def total_variation(a: np.ndarray, b: np.ndarray) -> float:
@@ -196,8 +200,8 @@ def _inputs(stream: Stream, moments: list[int], clients: list[int]) -> np.ndarra
     return np.asarray(x.reshape(len(ids), -1).to(torch.float32).numpy(), dtype=np.float64)
 
 
-def _draws(size: int, like: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    return random.multinomial(size, like / like.sum(), DRAWS)
+def _draws(size: int, like: np.ndarray, random: np.random.Generator, draws: int) -> np.ndarray:
+    return random.multinomial(size, like / like.sum(), draws)
 
 
 def _skew(held: np.ndarray, random: np.random.Generator) -> Estimate:
@@ -209,9 +213,8 @@ def _skew(held: np.ndarray, random: np.random.Generator) -> Estimate:
         pooled = moment.sum(0)
         for own in moment[moment.sum(1) > 0]:
             values.append(total_variation(own, pooled))
-            chance += [
-                total_variation(d, pooled) for d in _draws(int(own.sum()), pooled, random)[:3]
-            ]
+            drawn = _draws(int(own.sum()), pooled, random, FEW)
+            chance += [total_variation(d, pooled) for d in drawn]
     return _estimate(values, chance)
 
 
@@ -223,16 +226,18 @@ def _own_drift(held: np.ndarray, random: np.random.Generator) -> Estimate:
     for before, now in pairwise(held):
         for a, b in zip(before, now, strict=True):
             if a.sum() and b.sum() and not np.array_equal(a, b):
-                own = _change(a, b, random)
+                own = _change(a, b, random, FEW)
                 values.append(own.value)
                 chance.append(own.chance)
     return _estimate(values, chance)
 
 
-def _change(a: np.ndarray, b: np.ndarray, random: np.random.Generator) -> Estimate:
+def _change(
+    a: np.ndarray, b: np.ndarray, random: np.random.Generator, draws: int = DRAWS
+) -> Estimate:
     if len(a) < 2 or not a.sum() or not b.sum():
         return Estimate()
-    first, second = (_draws(int(own.sum()), a + b, random) for own in (a, b))
+    first, second = (_draws(int(own.sum()), a + b, random, draws) for own in (a, b))
     chance = [total_variation(x, y) for x, y in zip(first, second, strict=True)]
     return Estimate(total_variation(a, b), float(np.mean(chance)))
 

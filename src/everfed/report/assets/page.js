@@ -86,7 +86,7 @@ function select(chart, k) {
   chart.dispatchAction({ type: hidden.has(k) ? "legendUnSelect" : "legendSelect", name: `m${k}` });
 }
 
-function common(unit) {
+function common() {
   const soft = paint("--soft");
   const selected = Object.fromEntries(page.methods.map((_, k) => [`m${k}`, !hidden.has(k)]));
   return {
