@@ -209,14 +209,15 @@ def _trade(page: Page) -> Figure | None:
     known = [[r for r in runs if None not in r] for runs in page.trade]
     if not any(known):
         return None
-    figure, axis = plt.subplots(figsize=(5.6, 4.2), layout="constrained")
+    tall = max(4.0, 0.18 * len(known) + 0.4)
+    figure, axis = plt.subplots(figsize=(5.8, tall), layout="constrained")
     for k, runs in enumerate(known):
         if not runs:
             continue
         acc, bwt = np.array(runs, float).T
         axis.scatter(acc, bwt, s=18, color=_colour(k), alpha=0.45, lw=0)
-        marker = MARKERS[k % len(MARKERS)]
-        label = _cut(page.methods[k], 40)
+        marker = MARKERS[(k + k // len(COLOURS)) % len(MARKERS)]  # no pair with a colour twice
+        label = _cut(page.methods[k], 26)
         axis.scatter(acc.mean(), bwt.mean(), s=80, color=_colour(k), marker=marker, label=label)
     axis.set_xlabel("ACC, %")
     axis.set_ylabel("BWT")
@@ -233,7 +234,8 @@ def _forgetting(page: Page) -> Figure | None:
     rows = np.array(page.forgetting, float)  # (methods, tasks, mean and deviation)
     if np.isnan(rows[:, :, 0]).all():
         return None
-    figure, axis = plt.subplots(figsize=(max(5.0, 1.5 * rows.shape[1]), 3.4), layout="constrained")
+    size = (max(5.0, 1.5 * rows.shape[1]), 3.0 + _above(page))
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
     width = 0.8 / len(rows)
     for k, own in enumerate(rows):
         x = np.arange(len(own)) + (k - (len(rows) - 1) / 2) * width

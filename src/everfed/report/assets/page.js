@@ -243,7 +243,7 @@ function trade() {
     const look = { color: colour(k) };
     if (known.length > 1) series.push({ type: "scatter", name: `m${k}`, data: known, symbolSize: 7, itemStyle: { ...look, opacity: 0.45 } });
     series.push({
-      type: "scatter", name: `m${k}`, data: [centre], symbolSize: 15, itemStyle: look, symbol: ["circle", "rect", "triangle", "diamond"][k % 4],
+      type: "scatter", name: `m${k}`, data: [centre], symbolSize: 15, itemStyle: look, symbol: ["circle", "rect", "triangle", "diamond"][(k + Math.floor(k / COLOURS.length)) % 4],
       label: { show: true, position: "right", formatter: () => page.methods[k], color: paint("--ink"), width: 130, overflow: "truncate" },
       labelLayout: { hideOverlap: true },
     });
