@@ -86,6 +86,12 @@ function select(chart, k) {
   chart.dispatchAction({ type: hidden.has(k) ? "legendUnSelect" : "legendSelect", name: `m${k}` });
 }
 
+/** A tooltip's place: right of the pointer, or left of it where the window ends. */
+function beside([x, y], _, tip) {
+  const room = window.innerWidth - tip.parentElement.getBoundingClientRect().left;
+  return [x + 16 + tip.offsetWidth < room ? x + 16 : x - 16 - tip.offsetWidth, y - 20];
+}
+
 function common() {
   const soft = paint("--soft");
   const selected = Object.fromEntries(page.methods.map((_, k) => [`m${k}`, !hidden.has(k)]));
@@ -96,7 +102,7 @@ function common() {
     legend: { show: false, data: page.methods.map((_, k) => `m${k}`), selected },
     grid: { left: 4, right: 12, top: narrow() ? 12 : 26, bottom: 4, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
     tooltip: {
-      confine: true,
+      ...(narrow() ? { confine: true } : { position: beside }),
       backgroundColor: paint("--paper"),
       borderColor: paint("--line"),
       textStyle: { color: paint("--ink") },
