@@ -329,6 +329,25 @@ def test_domains_move_inputs_and_classes_move_labels(digits):
     assert [task.js for task in seen.tasks[1:]] == pytest.approx([1.0] * 4)
 
 
+def test_labels_that_move_inside_a_task_are_seen(digits):
+    """Everyone holds zeros in even rounds and ones in odd ones: all of the labels move."""
+
+    class Flip(ef.Stream):
+        data, clients, rounds = digits, 3, 6
+
+        def samples(self, client, round_):
+            return digits.train[digits.y[digits.train].numpy() == round_ % 2][client::3]
+
+        def block(self, client, round_):
+            return round_ % 2
+
+    (task,) = drift.look(Flip(), seed=0).tasks
+    assert task.moments == 6
+    assert task.round.value == task.client.value == 1.0
+    assert task.round.chance < 0.1
+    assert task.skew.value == 0
+
+
 def test_without_skew_the_estimate_is_what_chance_gives(digits):
     seen = drift.look(ef.streams.static(digits, clients=10, alpha=None, rounds=4), seed=0)
     skew = seen.tasks[0].skew

@@ -19,33 +19,42 @@ from everfed.streams.stream import Stream
 EXPLAINED = (
     "Label skew: mean total variation (TV) between a client's labels and all clients'. To the task "
     "before: TV and Jensen-Shannon divergence (bits) of all labels, and the distance of mean "
-    "inputs over the root of the inputs' total variance. Client TV: between a client's "
-    "consecutive data sets. In brackets: the TV that chance alone gives for as many samples."
+    "inputs over the root of the inputs' total variance. Round TV: of all labels, between a "
+    "task's consecutive data. Client TV: between a client's consecutive data sets. In brackets: "
+    "the TV that chance alone gives for as many samples."
 )
 
 
 def table(seen: Look, narrow: bool = False) -> Table:
-    """One row a task. A narrow table has what chance gives under the estimates."""
+    """One row a task, without columns that have nothing to say. A narrow table has what chance
+    gives under the estimates."""
+    rows = [_cells(task, narrow) for task in seen.tasks]
+    heads = [head for head in rows[0] if any(row[head] != "–" for row in rows)]
     padding = (0, 0, 0, 1) if narrow else (0, 1)
     out = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=padding)
     out.add_column("task", no_wrap=True, overflow="ellipsis")
-    heads = ("rounds", "data sets", "samples", "of a client", "label skew", "labels TV", "JS")
-    for head in (*heads, "inputs", "client TV"):
+    for head in heads:
         out.add_column(head.replace(" ", "\n") if narrow else head, justify="right", no_wrap=True)
-    for task in seen.tasks:
-        out.add_row(Text(task.name), *_cells(task, narrow))
+    for task, row in zip(seen.tasks, rows, strict=True):
+        out.add_row(Text(task.name), *(row[head] for head in heads))
     return out
 
 
-def _cells(task: Task, narrow: bool) -> list[str]:
+def _cells(task: Task, narrow: bool) -> dict[str, str]:
     least, middle, most = (f"{n:.0f}" for n in task.sizes)
-    sizes = f"{least}–{most}" if narrow else f"{least} – {middle} – {most}"
     join = "\n" if narrow else " "
-    return [
-        str(task.rounds), str(task.moments), f"{task.samples:.0f}", sizes,
-        _distance(task.skew, join), _distance(task.labels, join), _number(task.js),
-        _number(task.inputs), _distance(task.client, join),
-    ]  # fmt: skip
+    return {
+        "rounds": str(task.rounds),
+        "data sets": str(task.moments),
+        "samples": f"{task.samples:.0f}",
+        "of a client": f"{least}–{most}" if narrow else f"{least} – {middle} – {most}",
+        "label skew": _distance(task.skew, join),
+        "labels TV": _distance(task.labels, join),
+        "JS": _number(task.js),
+        "inputs": _number(task.inputs),
+        "round TV": _distance(task.round, join),
+        "client TV": _distance(task.client, join),
+    }
 
 
 def _number(value: float) -> str:

@@ -4,6 +4,7 @@ All numbers are estimates from the training samples of the clients and rounds lo
 
     label skew      mean over clients of TV(p_i, p), of a client's labels and all clients' labels
     label drift     TV(p, p') and JS(p, p') of all clients' labels, this task's and the one before
+    round drift     mean of TV(p, p') of all clients' labels, in consecutive moments of a task
     client drift    mean over clients of TV(p_i, p_i') of consecutive data sets, beginning with the
                     last of the task before
     input drift     |m - m'| / sqrt(tr S): distance of mean inputs, this task's and the one before,
@@ -54,6 +55,7 @@ class Task:
     skew: Estimate
     labels: Estimate  #: TV to the task before
     js: float
+    round: Estimate  #: TV of consecutive moments
     client: Estimate
     inputs: float
 
@@ -119,7 +121,8 @@ def look(stream: Stream, seed: int) -> Look:
                 skew=_skew(mine, random),
                 labels=labels,
                 js=js,
-                client=_own_drift(held[max(0, start - 1) : start + len(mine)], random),
+                round=_drift(mine.sum(1, keepdims=True), random),
+                client=_drift(held[max(0, start - 1) : start + len(mine)], random),
                 inputs=moved,
             )
         )
@@ -218,8 +221,8 @@ def _skew(held: np.ndarray, random: np.random.Generator) -> Estimate:
     return _estimate(values, chance)
 
 
-def _own_drift(held: np.ndarray, random: np.random.Generator) -> Estimate:
-    """Mean distance of a client's consecutive data sets."""
+def _drift(held: np.ndarray, random: np.random.Generator) -> Estimate:
+    """Mean distance of consecutive data sets of each client that change."""
     if held.shape[2] < 2:
         return Estimate()
     values, chance = [], []
