@@ -210,6 +210,25 @@ def test_half_written_lines_are_skipped_with_a_note(runs, tmp_path):
     assert "skipped 4 half-written" in everfed("report", tmp_path).stderr
 
 
+def test_names_that_no_terminal_should_see(runs, tmp_path):
+    """Escape sequences and broken unicode in names do no harm on any way out."""
+    about = json.loads((runs / "fedavg-0" / "config.json").read_text())
+    about["method"]["name"] = "\x1b[31mred \ud800\nend"
+    about["tasks"] = ["\x1b]0;title\x07", "\ud800"]
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    records = (runs / "fedavg-0" / "records.jsonl").read_text()
+    own = {"round": 1, "task": 0, "metric": "\ud800\x1b[2J", "value": 1.0}
+    (tmp_path / "records.jsonl").write_text(records + json.dumps(own) + "\n")
+    for words in (
+        ["show", tmp_path], ["show", tmp_path, "--format", "latex"], ["watch", tmp_path, "--once"],
+        ["report", tmp_path, "--figures", tmp_path / "figures"],
+    ):  # fmt: skip
+        said = everfed(*words)
+        assert "\x1b" not in said.stdout + said.stderr
+        if words[0] != "report":
+            assert "[31mred" in said.stdout
+
+
 def test_mistakes_are_one_line(tmp_path):
     assert "is not a run's folder" in everfed("report", tmp_path, expect=1).stderr
     (tmp_path / "config.json").write_text("[]")

@@ -23,7 +23,7 @@ class Loaded:
 
     @property
     def method(self) -> str:
-        return str(_table(self.about, "method").get("name", "?"))
+        return shown(_table(self.about, "method").get("name", "?"))
 
     @property
     def seed(self) -> Any:
@@ -32,7 +32,7 @@ class Loaded:
     @property
     def tasks(self) -> list[str]:
         known = self.about.get("tasks") or []
-        return [str(name) for name in known] or [f"task {k + 1}" for k in range(self._last_task)]
+        return [shown(name) for name in known] or [f"task {k + 1}" for k in range(self._last_task)]
 
     @property
     def _last_task(self) -> int:
@@ -118,7 +118,7 @@ def by_method(runs: Iterable[Loaded]) -> dict[str, list[Loaded]]:
         first = own[0]
         namesakes = [g[0].settings for g in groups.values() if g[0].method == first.method]
         more = [f"{key.split('.')[-1]}={first.settings.get(key)}" for key in differing(namesakes)]
-        name = " ".join([first.method, *more])
+        name = shown(" ".join([first.method, *more]))
         while name in out:  # values that differ, but look the same
             name += "'"
         out[name] = own
@@ -172,6 +172,7 @@ def parse(text: str) -> tuple[list[Record], int]:
         except ValueError:
             record = None
         if _whole(record):
+            record["metric"] = shown(record["metric"])
             records.append(record)
         else:
             skipped += 1
@@ -187,6 +188,16 @@ def _whole(record: Any) -> bool:
         return False
     number = record["value"] is None or isinstance(record["value"], int | float)
     return isinstance(record.get("metric"), str) and (number or record["metric"] == "labels")
+
+
+def shown(name: Any) -> str:
+    """A name that any terminal and file takes: without control characters and broken unicode.
+
+    >>> shown("\\x1b[31mred")
+    '�[31mred'
+    """
+    text = str(name)
+    return text if text.isprintable() else "".join(c if c.isprintable() else "�" for c in text)
 
 
 def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
