@@ -93,19 +93,17 @@ def test_a_resumed_run_is_one_run_in_mlflow(digits, tmp_path, tracking):
         if progress.round == 4:
             raise RuntimeError
 
-    options = {"folder": tmp_path / "run", "checkpoint_seconds": 0}
+    def go(**more):
+        options = {"folder": tmp_path / "run", "checkpoint_seconds": 0} | more
+        return run(ef.methods.fedavg(), digits, loggers=[loggers.MLflow("again")], **options)
+
     with pytest.raises(RuntimeError):
-        run(
-            ef.methods.fedavg(),
-            digits,
-            loggers=[loggers.MLflow("again")],
-            on_round=crash,
-            **options,
-        )
-    again = run(
-        ef.methods.fedavg(), digits, loggers=[loggers.MLflow("again")], resume=True, **options
-    )
-    (found,) = tracking.search_runs([tracking.get_experiment_by_name("again").experiment_id])
+        go(on_round=crash)
+    place = tracking.get_experiment_by_name("again").experiment_id
+    assert [found.info.status for found in tracking.search_runs([place])] == ["KILLED"]
+    again = go(resume=True)
+    (found,) = tracking.search_runs([place])
+    assert found.info.status == "FINISHED"
     history = tracking.get_metric_history(found.info.run_id, "accuracy/plain")
     assert {m.step: m.value for m in history} == pytest.approx(accuracy_of(again.records, 0))
 
@@ -124,8 +122,8 @@ class Broken:
             raise ConnectionError("the server went away\nand more")
         self.steps.append(step)
 
-    def close(self):
-        self.closed = True
+    def close(self, finished):
+        raise AssertionError("it was switched off before")
 
 
 def test_a_failing_logger_does_not_stop_a_run(digits):

@@ -42,8 +42,8 @@ class Logger(Protocol):
         """The numbers of one round (from 1)."""
         ...
 
-    def close(self) -> None:
-        """The run has ended or stopped."""
+    def close(self, finished: bool) -> None:
+        """The run has come to its end, or was stopped."""
         ...
 
 
@@ -68,7 +68,7 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, finished: bool) -> None:
         self._writer.close()
 
 
@@ -105,8 +105,8 @@ class MLflow:
         for k in range(0, len(metrics), 1000):  # as many as one request may hold
             self._client.log_batch(self._run, metrics=metrics[k : k + 1000])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
+    def close(self, finished: bool) -> None:
+        self._client.set_terminated(self._run, "FINISHED" if finished else "KILLED")
 
 
 @dataclass
@@ -131,8 +131,8 @@ class WandB:
     def write(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, finished: bool) -> None:
+        self._run.finish(exit_code=int(not finished))
 
 
 #: class and the module that it needs
@@ -167,8 +167,8 @@ class Loggers:
             values, step = numbers(records, self.tasks), records[0]["round"] + 1
             self._each(lambda logger: logger.write(values, step))
 
-    def close(self) -> None:
-        self._each(lambda logger: logger.close())
+    def close(self, finished: bool) -> None:
+        self._each(lambda logger: logger.close(finished))
 
     def told(self) -> list[str]:
         """Warnings since the last time."""

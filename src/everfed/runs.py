@@ -187,6 +187,7 @@ def run(
             config is not None or (place is not None and place.config().get("config") is not None),
             Loggers(list(loggers), stream.tasks),
         )
+        finished = False
         try:
             fed, records = session.start(compute, found)
             home = place.path if place else None
@@ -194,8 +195,9 @@ def run(
             name = f"{method.name}-seed{seed}"
             session.loggers.start(Begun(name, home, given, stream.tasks, fed.round))
             session.play(fed, records)
+            finished = True
         finally:
-            session.loggers.close()
+            session.loggers.close(finished)
             made.close()
             if place:
                 place.close()
