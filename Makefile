@@ -10,6 +10,7 @@ demo: $(VENV)/.ready
 	$(BIN)/everfed compare
 
 test: lint types
+	command -v google-chrome > /dev/null || scripts/system-packages chromium
 	$(BIN)/pytest
 
 bench: $(VENV)/.ready

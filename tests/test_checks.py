@@ -213,6 +213,27 @@ def rates(a, adaptive, clip=float("inf")):
     return alpha.item(), beta.item()
 
 
+@pytest.mark.parametrize(
+    ("a", "adaptive", "plain", "adapted"),
+    [
+        # L/2 p c beta^2 |a|^2 - beta (1 - L alpha) <f, a>, before and after the rates adapt
+        ([2.0, 1.0], "average", -0.0375, -0.04),
+        ([2.0, 1.0], "worst", 0.025, -0.02),
+        ([-1.0, 2.0], "average", 0.1125, 0.0625),
+    ],
+)
+def test_adaptive_rates_lower_the_forgetting_term(a, adaptive, plain, adapted):
+    f, p, n = torch.tensor([1.0, 0.0]), torch.tensor([[0.5]]), torch.tensor(2.0)
+
+    def gamma(alpha, beta):
+        given = Rates(5.0, adaptive, float("inf"))
+        rate = torch.tensor([[alpha]]), torch.tensor([[beta]])
+        return given.forgetting(f, torch.tensor([a]), *rate, p, n).item()
+
+    assert gamma(0.1, 0.1) == pytest.approx(plain)
+    assert gamma(*rates(a, adaptive)) == pytest.approx(adapted)
+
+
 def test_adaptive_rates():
     assert rates([2.0, 1.0], "average") == pytest.approx((0.1, 0.08))
     assert rates([2.0, 1.0], "worst") == pytest.approx((0.1, 0.04))

@@ -19,8 +19,9 @@ from everfed import config as configs  # noqa: E402
 from everfed.engines.flower import client_app, server_app  # noqa: E402
 from everfed.engines.site import Store  # noqa: E402
 from everfed.errors import EverfedError  # noqa: E402
-from everfed.folder import RunFolder, read_records  # noqa: E402
+from everfed.folder import RunFolder  # noqa: E402
 from everfed.methods import METHODS  # noqa: E402
+from everfed.records import read_records  # noqa: E402
 from loop import Loop  # noqa: E402
 
 CONFIG = """

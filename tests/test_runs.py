@@ -158,6 +158,35 @@ def test_old_client_states_are_removed(digits, tmp_path):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
+def test_records_say_what_clients_held(digits, tmp_path):
+    """Label counts of each round's cohort are those of the stream."""
+    stream = ef.streams.domains(digits, clients=5, alpha=0.5, rounds=3, seed=1)
+    model = ef.models.mlp(64, 8, 10)
+    result = ef.run(ef.methods.fedavg(), stream, model, sample=2, seed=3)
+    found = [r for r in result.records if r["metric"] == "labels"]
+    assert [r["round"] for r in found] == list(range(6))
+    for r in found:
+        clients, whole = r["value"]["clients"], r["value"]["all"]
+        assert len(clients) == 2
+        for client, counts in clients.items():
+            ids = stream.samples(int(client), r["round"])
+            assert sum(counts.values()) == len(ids)
+            assert counts == {str(c): int((digits.y[ids] == c).sum()) for c in map(int, counts)}
+        for c in whole:
+            assert whole[c] == sum(own.get(c, 0) for own in clients.values())
+
+
+def test_cflag_counts_transference_and_interference(digits):
+    result = run(ef.methods.cflag(lipschitz=1.0), digits)
+    by = {}
+    for r in result.records:
+        by.setdefault(r["metric"], {})[r["round"]] = r["value"]
+    memory = [t for t in by["clients"] if t >= 3]  # from the second task on
+    assert sorted(by["gamma"]) == sorted(by["transference"]) == memory
+    for t in memory:
+        assert by["transference"][t] + by["interference"][t] == by["clients"][t]
+
+
 def test_a_folder_is_never_written_over(digits, tmp_path):
     run(ef.methods.fedavg(), digits, folder=tmp_path)
     with pytest.raises(EverfedError, match="holds a run already"):

@@ -18,7 +18,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import (
 
 from everfed.engines.flower import client_app, server_app
 from everfed.errors import EverfedError
-from everfed.folder import read_records
+from everfed.records import read_records
 from loop import Loop
 from test_flower import CONFIG, local, model
 

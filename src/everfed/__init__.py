@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Context", "EverfedError", "Local", "Method", "Part", "Reduced", "Run", "State", "Stream",
-    "data", "dot", "methods", "metrics", "models", "run", "sq", "streams", "theory",
+    "data", "dot", "loggers", "methods", "metrics", "models", "run", "sq", "streams", "theory",
 ]  # fmt: skip
 
 #: where each public name lives; imported when first used, so that `everfed --help` is quick
@@ -36,7 +36,7 @@ _NAMES = {
 }
 
 if TYPE_CHECKING:
-    from everfed import data, methods, metrics, models, streams, theory
+    from everfed import data, loggers, methods, metrics, models, streams, theory
     from everfed.errors import EverfedError
     from everfed.local import Local
     from everfed.method import Context, Method, Part, Reduced, State

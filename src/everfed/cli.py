@@ -7,17 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from everfed import __version__
 from everfed.errors import EverfedError
 
 if TYPE_CHECKING:
-    from everfed.compare import Entry, Loaded
+    from everfed.compare import Entry
     from everfed.runs import Progress as RoundProgress
 
 app = typer.Typer(
@@ -49,14 +51,10 @@ def main() -> None:
     try:
         app()
     except EverfedError as error:
-        from everfed.config import ConfigError
-        from everfed.runs import Interrupted
-
-        if isinstance(error, Interrupted):
-            err.print(str(error), markup=False, highlight=False, soft_wrap=True)
-            sys.exit(130)
-        err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        mistake = error.exit_code != 130  # 130: stopped on request
+        text, style = (f"error: {error}", "red") if mistake else (str(error), None)
+        err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)
 
 
 @app.command()
@@ -115,7 +113,7 @@ def resume(
     """Go on with a run or a comparison where it was."""
     from everfed import compare as comparing
     from everfed import config as configs
-    from everfed.folder import read_config
+    from everfed.records import read_config
 
     if (folder / "compare.json").exists():
         _run_all(comparing.opened(folder), folder, jobs)
@@ -133,10 +131,101 @@ def resume(
     _show([folder])
 
 
+class Format(StrEnum):
+    text = "text"
+    latex = "latex"
+    markdown = "markdown"
+
+
 @app.command()
-def show(runs: RunPaths) -> None:
+def show(
+    runs: RunPaths,
+    format_: Annotated[Format, typer.Option("--format", help="Of the table.")] = Format.text,
+) -> None:
     """Tables of finished or unfinished runs."""
-    _show(runs)
+    if format_ is Format.text:
+        _show(runs)
+        return
+    from everfed.metrics import summarise
+    from everfed.records import collect
+    from everfed.report import table
+    from everfed.report.page import notes
+
+    found = collect(runs)
+    summaries = {m: [summarise(r.records) for r in own] for m, own in found.items()}
+    print(table.latex(summaries) if format_ is Format.latex else table.markdown(summaries))
+    _notes([*notes(found), *table.trouble(summaries)])
+
+
+@app.command()
+def report(
+    runs: RunPaths,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The page (default: report.html in the first folder)."),
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="Also save every chart there, as PDF and PNG.")
+    ] = None,
+) -> None:
+    """One page with tables and charts, which works offline; from the records alone."""
+    from everfed.records import collect
+    from everfed.report.page import gather, render
+
+    page = gather(collect(runs))
+    place = output or runs[0] / "report.html"
+    content = render(page).encode("utf-8", "replace")
+    try:
+        place.write_bytes(content)
+    except OSError as error:
+        raise EverfedError(f"{place} cannot be written: {error.strerror}") from None
+    _notes(page.notes)
+    said = f"report: {place} ({len(content) / 1e6:.1f} MB)"
+    if figures:
+        from everfed.report.figure import save_all
+
+        said += f"\nfigures: {len(save_all(page, figures))} files in {figures}"
+    out.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def watch(
+    runs: RunPaths,
+    once: Annotated[bool, typer.Option("--once", help="Print the state and leave.")] = False,
+) -> None:
+    """Watch running runs from their records; leaving does not disturb them."""
+    from everfed.report import watch as watching
+
+    try:
+        watching.watch(runs, out, once)
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+
+
+@app.command()
+def stream(
+    config: ConfigFile = None,
+    changes: Changes = None,
+    picture: Annotated[
+        Path, typer.Option("--picture", "-p", help="Where to save the bubble plot.")
+    ] = Path("stream.png"),
+) -> None:
+    """Look at a stream before training: sizes, label skew, drift."""
+    from everfed import config as configs
+    from everfed.report import stream as seeing
+    from everfed.streams.drift import look
+
+    settings = configs.read(config, changes or [])
+    made = configs.experiment(settings).stream.seeded(settings.seed)
+    seen = look(made, settings.seed)
+    said = f"{made.data.name}: {made.clients} clients, {made.rounds} rounds, seed {settings.seed}"
+    out.print(said, markup=False, highlight=False, soft_wrap=True)
+    out.print(seeing.table(seen, narrow=out.width < 120))
+    out.print(seeing.EXPLAINED, style="dim", highlight=False)
+    if len(seen.clients) < made.clients:
+        out.print(f"Looked at {len(seen.clients)} of {made.clients} clients.", highlight=False)
+    seeing.picture(made, seen, picture)
+    out.print(f"picture: {picture}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("list")
@@ -355,38 +444,25 @@ def _notes(notes: Iterable[str]) -> None:
 
 
 def _show(paths: list[Path]) -> None:
-    from everfed.compare import collect
     from everfed.metrics import summarise
+    from everfed.records import collect
+    from everfed.report.figure import comparison
+    from everfed.report.page import gather, notes
     from everfed.report.table import table, trouble
 
     runs = collect(paths)
-    if not runs:
-        raise EverfedError(f"no run in {', '.join(map(str, paths))} has begun yet")
     summaries = {m: [summarise(r.records) for r in own] for m, own in runs.items()}
     count = max(map(len, summaries.values()))
     title = f"mean ± std over {count} seeds" if count > 1 else None
     out.print(table(summaries, title, narrow=out.width < 118))
-    for line in trouble(summaries):
-        out.print(f"[yellow]note:[/] {line}", highlight=False)
-    skipped = sum(r.skipped for own in runs.values() for r in own)
-    if skipped:
-        out.print(f"[yellow]note:[/] skipped {skipped} half-written record line(s)")
-    _figure(runs, paths[0])
-
-
-def _figure(runs: dict[str, list[Loaded]], folder: Path) -> None:
-    from everfed.report.figure import comparison
-
-    tasks = next(iter(runs.values()))[0].tasks
-    everyone = [r for own in runs.values() for r in own]
-    if any(len(r.tasks) != len(tasks) for r in everyone):
-        out.print("no figure: the runs are on different tasks")
+    for line in [*notes(runs), *trouble(summaries)]:
+        out.print(Text.assemble(("note: ", "yellow"), line), soft_wrap=True)
+    try:
+        page = gather(runs)
+    except EverfedError as error:
+        out.print(f"no figure: {error}", markup=False, highlight=False, soft_wrap=True)
         return
-    if not any(r["metric"] == "accuracy" for run_ in everyone for r in run_.records):
-        out.print("no figure: accuracy was not measured")
-        return
-    if any(r.tasks != tasks for r in everyone):  # a class order of its own for every seed
-        tasks = [""] * len(tasks)
-    path = folder / "figure.png"
-    comparison({m: [r.records for r in own] for m, own in runs.items()}, tasks, path)
-    out.print(f"runs: {folder}\nfigure: {path}", highlight=False, soft_wrap=True)
+    path = paths[0] / "figure.png"
+    comparison(page, path)
+    said = f"runs: {paths[0]}\nfigure: {path}"
+    out.print(said, markup=False, highlight=False, soft_wrap=True)

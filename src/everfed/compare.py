@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -16,8 +16,8 @@ import torch
 from everfed import config as configs
 from everfed.engines import pool
 from everfed.errors import EverfedError
-from everfed.folder import RunFolder, read_config, read_records
-from everfed.metrics import Record
+from everfed.folder import RunFolder
+from everfed.records import run_name
 from everfed.runs import Interrupted, Progress
 
 
@@ -41,7 +41,7 @@ Listener = Callable[[Entry, Progress | None], None]
 def plan(config: configs.Config, folder: Path) -> list[Entry]:
     """All runs, seed by seed so that a first comparison of all methods is there early."""
     return [
-        Entry(method, seed, folder / f"{method}-seed{seed}")
+        Entry(method, seed, folder / run_name(method, seed))
         for seed in config.compare.seeds
         for method in config.compare.methods
     ]
@@ -146,38 +146,3 @@ def _one(config: configs.Config, entry: Entry, pipe: Connection) -> None:
 def finished(folder: Path) -> bool:
     """Whether the run in a folder has come to its end."""
     return (folder / "config.json").exists() and RunFolder(folder).done()
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A run as read from its folder."""
-
-    method: str
-    tasks: list[str]
-    records: list[Record]
-    skipped: int
-
-
-def loaded(path: Path) -> Loaded:
-    """Read one run's folder."""
-    about = read_config(path)
-    records, skipped = read_records(path)
-    if not records:
-        raise EverfedError(f"{path} has no records yet")
-    known = about.get("tasks") or []
-    tasks = known or [f"task {k + 1}" for k in range(1 + max(r["task"] for r in records))]
-    return Loaded(about.get("method", {}).get("name", "?"), tasks, records, skipped)
-
-
-def collect(paths: Sequence[Path]) -> dict[str, list[Loaded]]:
-    """Runs by method; a comparison's folder stands for all its runs."""
-    out: dict[str, list[Loaded]] = {}
-    for path in paths:
-        inside = [path]
-        if (path / "compare.json").exists():
-            config = opened(path)
-            inside = [e.folder for e in plan(config, path) if (e.folder / "config.json").exists()]
-        for folder in inside:
-            run_ = loaded(folder)
-            out.setdefault(run_.method, []).append(run_)
-    return out

@@ -25,7 +25,7 @@ from pydantic import (
     create_model,
 )
 
-from everfed import data, methods, models, streams
+from everfed import data, loggers, methods, models, streams
 from everfed.data.table import Data
 from everfed.engines.terms import Terms
 from everfed.errors import EverfedError
@@ -37,6 +37,8 @@ from everfed.streams.stream import Stream
 
 class ConfigError(EverfedError):
     """A mistake in a configuration."""
+
+    exit_code = 2
 
 
 # what a configuration may name --------------------------------------------------------------
@@ -108,6 +110,8 @@ class Config(BaseModel):
     device: str = "auto"
     checkpoint_seconds: float = Field(5.0, ge=0)
     data_dir: str | None = None
+    #: where records are copied to: tensorboard, mlflow, wandb
+    log: list[loggers.Name] = []
     data: dict[str, Any] = {"name": "digits"}
     stream: dict[str, Any] = {"name": "domains"}
     model: dict[str, Any] = {"name": "mlp"}
@@ -269,6 +273,7 @@ def experiment(config: Config, method: str | None = None, seed: int | None = Non
         "precision": config.precision,
         "device": config.device,
         "checkpoint_seconds": config.checkpoint_seconds,
+        "loggers": [loggers.named(name) for name in config.log],
         "config": config.model_dump(exclude_none=True)
         | {"method": dict(section), "seed": config.seed if seed is None else seed},
     }
@@ -344,9 +349,10 @@ def _say(error: ValidationError, prefix: str, known: Sequence[str]) -> str:
     if first["type"] == "missing":
         return f"{prefix}{'.'.join(place)} is missing"
     same = [p for p in problems if p["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]]
-    wanted = " or ".join(
-        dict.fromkeys(p["msg"].removeprefix("Input should be ").partition(",")[0] for p in same)
-    )
+    said = [p["msg"].removeprefix("Input should be ") for p in same]
+    choice = [p["type"] == "literal_error" for p in same]  # all of its words, not only the first
+    short = (text if c else text.partition(",")[0] for text, c in zip(said, choice, strict=True))
+    wanted = " or ".join(dict.fromkeys(short))
     key = next((k for k in range(len(place), 0, -1) if place[k - 1] in known or k == 1), 1)
     if place[0] in ("local", "compare", "flower"):
         key = min(2, len(place))

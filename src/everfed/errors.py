@@ -3,3 +3,5 @@
 
 class EverfedError(Exception):
     """A mistake in the input or the surroundings of a run, never a bug of everfed."""
+
+    exit_code = 1

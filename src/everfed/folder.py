@@ -25,6 +25,7 @@ import torch
 from everfed.disk import deep, flat, pack, unpack, write
 from everfed.errors import EverfedError
 from everfed.metrics import Record
+from everfed.records import read_config, read_records
 from everfed.round import Federation
 
 try:
@@ -229,32 +230,6 @@ class RunFolder:
         """Drop what was recorded after a checkpoint."""
         with open(self.records_path, "rb+") as file:
             file.truncate(length)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The configuration of the run in a folder."""
-    try:
-        config: dict[str, Any] = json.loads((path / "config.json").read_text())
-    except FileNotFoundError:
-        raise EverfedError(f"{path} is not a run's folder (it has no config.json)") from None
-    except (OSError, ValueError) as error:
-        raise EverfedError(f"{path / 'config.json'} cannot be read: {error}") from None
-    return config
-
-
-def read_records(path: Path) -> tuple[list[Record], int]:
-    """All records of a run, and how many half-written lines were skipped."""
-    records, skipped = [], 0
-    try:
-        lines = (path / "records.jsonl").read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise EverfedError(f"{path / 'records.jsonl'} cannot be read: {error.strerror}") from None
-    for line in lines:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            skipped += 1
-    return records, skipped
 
 
 def _disk(error: OSError, path: Path) -> EverfedError:

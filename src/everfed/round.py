@@ -66,6 +66,7 @@ class Events:
     values: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     changed: set[int] = field(default_factory=set)  #: clients whose state is new
+    cohort: list[int] = field(default_factory=list)  #: clients that were asked
 
 
 def draw_cohort(
@@ -101,7 +102,7 @@ class Rounds:
         """One round, in place. If no client's reply counts, the model stays as it was."""
         events = Events()
         cohort, short = self.draw(fed.round, self.sample)
-        online = len(cohort)
+        online, events.cohort = len(cohort), cohort
         if short:
             events.warnings.append(
                 f"{short} fewer clients online than the sample of {self.sample} asks for"

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import json
 import math
+import platform
 import signal
 import sys
 import threading
@@ -32,9 +33,12 @@ from everfed.engines.local import LocalEngine, workers_for
 from everfed.errors import EverfedError
 from everfed.folder import Checkpoint, RunFolder
 from everfed.local import Local
+from everfed.loggers import Begun, Logger, Loggers
 from everfed.method import Method, State
 from everfed.metrics import Record, Summary
+from everfed.records import Loaded
 from everfed.round import Engine, Events, Federation, Rounds
+from everfed.streams import labels
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 from everfed.vector import load
@@ -45,6 +49,8 @@ Grouping = Literal["auto", "batched", "single"]
 
 class Interrupted(EverfedError):
     """Stopped on request; all that was done is saved."""
+
+    exit_code = 130
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,7 @@ def run(
     device: str = "auto",
     checkpoint_seconds: float = 5.0,
     on_round: Callable[[Progress], None] | None = None,
+    loggers: Sequence[Logger] = (),
     config: dict[str, Any] | None = None,
     engine: Callable[[ClientProgram], Engine] | None = None,
 ) -> Run:
@@ -128,7 +135,8 @@ def run(
     `sample` clients are drawn each round (None: all that are online). `loss` takes outputs and
     targets and gives one loss a sample. With a `folder` the run is kept on disk, checkpointed
     every `checkpoint_seconds`, and goes on where it was with `resume=True` (bit-identical to a run
-    that was never interrupted). `engine` makes another engine than the local one.
+    that was never interrupted). `loggers` of `everfed.loggers` get a copy of the records. `engine`
+    makes another engine than the local one.
 
     >>> import everfed as ef
     >>> stream = ef.streams.domains(ef.data.digits(["plain", "inverted"]), rounds=2)
@@ -158,7 +166,14 @@ def run(
             "precision": precision,
             "test_every": test_every,
         }
-        place, found, notes = _place(folder, resume, what, config)
+        about = {
+            "everfed": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "config": config,
+            "task_rounds": [stream.length(k) for k in range(len(stream.tasks))],
+        }
+        place, found, notes = _place(folder, resume, what, about)
         if engine is None:
             made, meta = _local_engine(program, workers, sample, found, notes)
         else:
@@ -172,21 +187,28 @@ def run(
             checkpoint_seconds,
             on_round,
             config is not None or (place is not None and place.config().get("config") is not None),
+            Loggers(list(loggers), stream.tasks),
         )
+        finished = False
         try:
             fed, records = session.start(compute, found)
+            home = place.path if place else None
+            given = Loaded(home or Path(), what, []).settings | {"seed": seed}
+            name = f"{method.name}-seed{seed}"
+            session.loggers.start(Begun(name, home, given, stream.tasks, fed.round))
             session.play(fed, records)
+            finished = True
         finally:
+            session.loggers.close(finished)
             made.close()
             if place:
                 place.close()
         trained = copy.deepcopy(compute.module).cpu()
         for layout, vector in ((compute.layout, fed.w), (compute.buffer_layout, fed.buffers)):
             load(trained, layout, vector.cpu())
-        home = place.path if place else None
         return Run(
             records, stream.tasks, fed.w, trained.eval(), made.describe(), home,
-            tuple(notes), tuple(session.warnings),
+            tuple(notes), (*session.warnings, *session.loggers.told()),
         )  # fmt: skip
 
 
@@ -224,6 +246,7 @@ class Session:
     checkpoint_seconds: float
     on_round: Callable[[Progress], None] | None
     configured: bool  #: whether the command line can resume it
+    loggers: Loggers
 
     def __post_init__(self) -> None:
         self.changed: set[int] = set()
@@ -253,7 +276,7 @@ class Session:
                 began = time.perf_counter()
                 at, task = fed.round, stream.task(fed.round)
                 events = self.rounds.play(fed)
-                new = self._lines(at, task, events)
+                new = self._lines(at, task, events) + self._labels(at, task, events.cohort)
                 accuracy = None
                 if (at + 1) % self.test_every == 0 or stream.last_of_task(at):
                     new += self._test(fed, at, task, range(task + 1), end=False)
@@ -272,6 +295,14 @@ class Session:
     def _lines(self, at: int, task: int, events: Events) -> list[Record]:
         self.changed |= events.changed
         return [_line(at, task, key, value) for key, value in events.values.items()]
+
+    def _labels(self, at: int, task: int, cohort: list[int]) -> list[Record]:
+        """What the cohort's clients hold, where it is known here."""
+        stream = self.rounds.stream
+        if isinstance(stream, Sites) or not cohort:
+            return []
+        held = labels.held(stream, cohort, at)
+        return [{"round": at, "task": task, "metric": "labels", "value": held}]
 
     def _test(
         self, fed: Federation, at: int, task: int, on: Sequence[int], end: bool
@@ -301,6 +332,7 @@ class Session:
 
     def _keep(self, fed: Federation, records: list[Record], new: list[Record]) -> None:
         records += new
+        self.loggers.write(new)
         if self.folder is None:
             return
         self.folder.append(new)
@@ -317,7 +349,8 @@ class Session:
 
     def _tell(self, fed: Federation, task: int, accuracy: float | None, events: Events) -> None:
         stream = self.rounds.stream
-        warnings = tuple(f"round {fed.round}: {text}" for text in events.warnings)
+        said = [*events.warnings, *self.loggers.told()]
+        warnings = tuple(f"round {fed.round}: {text}" for text in said)
         self.warnings += warnings[: max(0, 20 - len(self.warnings))]
         if self.on_round:
             name = stream.tasks[task]
@@ -510,17 +543,19 @@ def _check_model(compute: Compute, stream: Stream, data: Data, loss: LossFunctio
 
 
 def _place(
-    folder: str | Path | None, resume: bool, what: dict[str, Any], config: dict[str, Any] | None
+    folder: str | Path | None, resume: bool, what: dict[str, Any], about: dict[str, Any]
 ) -> tuple[RunFolder | None, Checkpoint | None, list[str]]:
-    """The run's folder, the checkpoint to go on from, and notes on damaged ones."""
+    """The run's folder, the checkpoint to go on from, and notes on damaged ones.
+
+    `what` must be the same when the run is resumed; `about` is kept for readers.
+    """
     if folder is None:
         if resume:
             raise EverfedError("resume=True needs the run's folder")
         return None, None, []
     path = Path(folder)
     if not resume:
-        about = {"everfed": __version__, "torch": torch.__version__, "config": config} | what
-        return RunFolder.create(path, about), None, []
+        return RunFolder.create(path, about | what), None, []
     place = RunFolder.open(path)
     before = place.config()
     for key, value in what.items():

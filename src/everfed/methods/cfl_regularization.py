@@ -108,6 +108,12 @@ class Taylor(Part):
         kept = {key: torch.cat([s[key], new[key]]) if s else new[key] for key in new}
         return update, {key: value[-self.buffer :] for key, value in kept.items()}
 
+    def metrics(self, s: State) -> dict[str, float]:
+        if self.weights != "theory":
+            return {}
+        past, now = independent(len(set(s["round"].tolist())) + 1, self.d2, self.r2)
+        return {"weight_past": past, "weight_now": now}  # of the round that comes next
+
 
 @register("Towards Federated Learning on Time-evolving Heterogeneous Data")
 def cfl_regularization(

@@ -18,6 +18,11 @@ c = 1 (average case) or the cohort's size (worst). Guards: beta_i <= clip * beta
 transference case can be a thousand times beta) and alpha_i <= 1/L; clip = inf is without guards.
 The paper scales the last term of dx_i by beta_i, after which corrections no longer cancel:
 `printed` does that.
+
+Recorded where there is a memory: clients in transference and in interference, and the forgetting
+term that the rates minimise client by client (lower is better)
+
+    Gamma = sum_i p_i (L/2 p_i c beta_i^2 |a_i|^2 - beta_i (1 - L alpha_i) Lambda_i)
 """
 
 from __future__ import annotations
@@ -109,6 +114,14 @@ class Rates:
         alpha_i = where(usable & ~helps, firmer, alpha * same)
         return alpha_i, where(usable & helps, faster, beta * same)
 
+    def forgetting(
+        self, f: Tensor, a: Tensor, alpha: Tensor, beta: Tensor, p: Tensor, cohort: Tensor
+    ) -> Tensor:
+        """Gamma_i of each client with its rates, (clients, 1)."""
+        many = cohort if self.adaptive == "worst" else torch.ones_like(cohort)
+        own = self.lipschitz / 2 * p * many * beta.square() * sq(a)
+        return own - beta * (1 - self.lipschitz * alpha) * dot(f, a)
+
     @property
     def _alpha_limit(self) -> float:
         return 1 / self.lipschitz if math.isfinite(self.clip) else math.inf
@@ -118,7 +131,7 @@ class Rates:
 class CFlag(Track):
     """Gradient tracking, a step along the memory's gradient, and rates against forgetting."""
 
-    reduces = {"g": "mean", "f": "mean", "has": "mean", "agree": "mean"}
+    reduces = {"g": "mean", "f": "mean", "has": "mean", "gamma": "mean", "helps": "sum"}
     remembers = ("ids",)
     alpha: PositiveFloat | None = None
     lipschitz: PositiveFloat = 5.0
@@ -162,7 +175,7 @@ class CFlag(Track):
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
         _, _, mine = super().finish(update, w, c)
         if "f" not in c.down:
-            return update, {"agree": torch.ones_like(c.weight)}, mine
+            return update, {}, mine
         f, beta = c.down["f"], c.lr
         drift = c.steps * beta * (c.down["g"] - c.mine["g"])
         a = (c.start - w - drift) / beta
@@ -170,7 +183,8 @@ class CFlag(Track):
         p, cohort = c.weight / c.down["total"].to(w), c.down["cohort"].to(w)
         alpha_i, beta_i = rates(f, a, self.alpha or c.lr, beta, p, cohort)
         dx = alpha_i * f + beta_i * a + (beta_i / beta if self.printed else 1) * drift
-        return -dx, {"agree": (dot(f, a) > 0).to(w)}, mine
+        gamma = rates.forgetting(f, a, alpha_i, beta_i, p, cohort)
+        return -dx, {"gamma": gamma, "helps": (dot(f, a) > 0).to(w)}, mine
 
     def close(self, w: Tensor, c: Context) -> tuple[State, State]:
         random = rng(c.seed, "memory", c.task, c.client)
@@ -179,10 +193,13 @@ class CFlag(Track):
         return {}, {"ids": ids}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        return update, {"agree": r["agree"]}
+        if "gamma" not in r.values:  # no memory yet
+            return update, {}
+        return update, {"gamma": r["gamma"], "helps": r["helps"], "hurts": r.n - r["helps"]}
 
     def metrics(self, s: State) -> dict[str, float]:
-        return {"transference": float(s["agree"])} if s else {}
+        names = {"gamma": "gamma", "helps": "transference", "hurts": "interference"}
+        return {name: float(s[key]) for key, name in names.items()} if s else {}
 
 
 @register("On the Convergence of Continual Federated Learning (FedLin with IAG)")

@@ -1,44 +1,84 @@
-"""The summary table of one run or of a comparison."""
+"""The summary table of one run or of a comparison: for the terminal, LaTeX, Markdown, the page."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from everfed.metrics import Summary
 
-#: column, attribute of Summary, factor, decimals, whether more is better (None: neither)
-COLUMNS: tuple[tuple[str, str, float, int, bool | None], ...] = (
-    ("ACC %", "acc", 100, 1, True),
-    ("BWT", "bwt", 100, 1, True),
-    ("forgetting", "forgetting", 100, 1, False),
-    ("worst drop", "worst_drop", 100, 1, True),
-    ("rounds to best", "rounds_to_best", 1, 1, False),
-    ("seconds", "seconds", 1, 1, None),
-    ("MB sent", "mb_sent", 1, 1, None),
+#: several runs' summaries by method
+Summaries = Mapping[str, Sequence[Summary]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One measure of the table."""
+
+    name: str
+    attribute: str  #: of Summary
+    factor: float
+    what: str
+    more: bool | None = None  #: whether more is better (None: neither)
+
+
+COLUMNS = (
+    Column("ACC %", "acc", 100, "mean accuracy over all tasks at the end", True),
+    Column("BWT", "bwt", 100, "what became of earlier tasks; negative: forgotten", True),
+    Column("forgetting", "forgetting", 100, "accuracy lost on earlier tasks, -BWT", False),
+    Column("worst drop", "worst_drop", 100, "the largest loss on one earlier task", True),
+    Column("rounds to best", "rounds_to_best", 1, "rounds to each task's best, summed", False),
+    Column("seconds", "seconds", 1, "time of all rounds"),
+    Column("MB sent", "mb_sent", 1, "to clients and back"),
 )
 
 
-def cell(values: Sequence[float], decimals: int, join: str = " ") -> str:
-    """mean ± standard deviation over runs."""
+@dataclass(frozen=True)
+class Cell:
+    """A measure over a method's runs."""
+
+    mean: float
+    std: float  #: NaN with fewer than two runs
+    best: bool = False
+
+    def text(self, join: str = " ± ", none: str = "–") -> str:
+        """mean ± standard deviation."""
+        if math.isnan(self.mean):
+            return none
+        mean = round(self.mean, 1) + 0.0  # never -0.0
+        return f"{mean:.1f}" + ("" if math.isnan(self.std) else f"{join}{self.std:.1f}")
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation (of a sample, n - 1) over what is known."""
     known = [v for v in values if not math.isnan(v)]
-    if not known:
-        return "–"
-    text = f"{np.mean(known):.{decimals}f}"
-    return text if len(known) == 1 else f"{text}{join}± {np.std(known, ddof=1):.{decimals}f}"
+    mean = float(np.mean(known)) if known else math.nan
+    return mean, float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
 
 
-def table(
-    runs: Mapping[str, Sequence[Summary]], title: str | None = None, narrow: bool = False
-) -> Table:
-    """One row a method, mean ± std over its runs, the best of each column in bold.
+def cells(runs: Summaries) -> dict[str, list[Cell]]:
+    """The table's rows by method; the best of each column is marked where there is a choice."""
+    columns = []
+    for c in COLUMNS:
+        own = {m: spread([c.factor * getattr(s, c.attribute) for s in r]) for m, r in runs.items()}
+        known = {m: mean for m, (mean, _) in own.items() if not math.isnan(mean)}
+        best = None
+        if c.more is not None and len(known) > 1:
+            best = (max if c.more else min)(known.values())
+        columns.append({m: Cell(mean, std, mean == best) for m, (mean, std) in own.items()})
+    return {method: [column[method] for column in columns] for method in runs}
 
-    A narrow table has the deviations under the means.
-    """
+
+def table(runs: Summaries, title: str | None = None, narrow: bool = False) -> Table:
+    """For the terminal: the best of each column in bold. A narrow table has the deviations under
+    the means."""
     out = Table(
         title=title,
         title_justify="left",
@@ -47,26 +87,64 @@ def table(
         padding=(0, 0, 0, 1) if narrow else (0, 1),
     )
     out.add_column("method", no_wrap=True)
-    for name, *_ in COLUMNS:
-        short = name.replace(" ", "\n").replace("getting", "-\ngetting")
-        out.add_column(short if narrow else name, justify="right", no_wrap=True)
-    join = "\n" if narrow else " "
-    best = {}
-    for _, attribute, factor, _, more in COLUMNS:
-        means = {m: _mean([factor * getattr(s, attribute) for s in own]) for m, own in runs.items()}
-        finite = {m: v for m, v in means.items() if not math.isnan(v)}
-        if more is not None and len(finite) > 1:
-            best[attribute] = (max if more else min)(finite, key=lambda m: finite[m])
-    for method, own in runs.items():
-        row = []
-        for _, attribute, factor, decimals, _ in COLUMNS:
-            text = cell([factor * getattr(s, attribute) for s in own], decimals, join)
-            row.append(f"[bold green]{text}[/]" if best.get(attribute) == method else text)
-        out.add_row(method, *row)
+    for column in COLUMNS:
+        short = column.name.replace(" ", "\n").replace("getting", "-\ngetting")
+        out.add_column(short if narrow else column.name, justify="right", no_wrap=True)
+    join = "\n± " if narrow else " ± "
+    for method, row in cells(runs).items():
+        shown = [Text(cell.text(join), "bold green" if cell.best else "") for cell in row]
+        out.add_row(Text(method), *shown)
     return out
 
 
-def trouble(runs: Mapping[str, Sequence[Summary]]) -> list[str]:
+def markdown(runs: Summaries) -> str:
+    """A Markdown table, the best of each column in bold."""
+    lines = ["| method | " + " | ".join(c.name for c in COLUMNS) + " |"]
+    lines.append("|---|" + "---:|" * len(COLUMNS))
+    for method, row in cells(runs).items():
+        shown = [f"**{cell.text()}**" if cell.best else cell.text() for cell in row]
+        lines.append("| " + " | ".join([escape_markdown(method), *shown]) + " |")
+    return "\n".join(lines)
+
+
+def latex(runs: Summaries) -> str:
+    """A LaTeX table (with booktabs), the best of each column in bold."""
+    lines = [r"\begin{tabular}{l" + "r" * len(COLUMNS) + "}", r"\toprule"]
+    lines.append(" & ".join(["method", *(escape_latex(c.name) for c in COLUMNS)]) + r" \\")
+    lines.append(r"\midrule")
+    for method, row in cells(runs).items():
+        texts = [(cell.text(r" $\pm$ ", none="--"), cell.best) for cell in row]
+        shown = [rf"\textbf{{{text}}}" if best else text for text, best in texts]
+        lines.append(" & ".join([escape_latex(method), *shown]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
+
+
+def escape_markdown(text: str) -> str:
+    r"""Text that Markdown leaves as it is.
+
+    >>> print(escape_markdown("a|b_c <b>"))
+    a\|b\_c \<b\>
+    """
+    return re.sub(r"([\\`*_{}\[\]<>#|~!&$])", r"\\\1", " ".join(text.split()))
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#",
+    "%": r"\%", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
+    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
+}  # fmt: skip
+
+
+def escape_latex(text: str) -> str:
+    r"""Text that LaTeX prints as it is.
+
+    >>> print(escape_latex("cfl_coreset 5%"))
+    cfl\_coreset 5\%
+    """
+    return "".join(_LATEX.get(c, c) for c in " ".join(text.split()))
+
+
+def trouble(runs: Summaries) -> list[str]:
     """What was skipped or lost, in words."""
     out = []
     for method, own in runs.items():
@@ -79,8 +157,3 @@ def trouble(runs: Mapping[str, Sequence[Summary]]) -> list[str]:
             if count:
                 out.append(f"{method}: {count} {words}")
     return out
-
-
-def _mean(values: Sequence[float]) -> float:
-    known = [v for v in values if not math.isnan(v)]
-    return float(np.mean(known)) if known else math.nan

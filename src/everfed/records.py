@@ -1,0 +1,205 @@
+"""Runs as read from their folders: what was run and what was recorded. Works without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everfed.errors import EverfedError
+from everfed.metrics import Record
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A run as read from its folder."""
+
+    folder: Path
+    about: dict[str, Any]  #: its config.json
+    records: list[Record]
+    skipped: int = 0  #: half-written lines
+
+    @property
+    def method(self) -> str:
+        return shown(_table(self.about, "method").get("name", "?"))
+
+    @property
+    def seed(self) -> Any:
+        return self.about.get("seed", "?")
+
+    @property
+    def tasks(self) -> list[str]:
+        known = self.about.get("tasks") or []
+        return [shown(name) for name in known] or [f"task {k + 1}" for k in range(self._last_task)]
+
+    @property
+    def _last_task(self) -> int:
+        return 1 + max((r["task"] for r in self.records), default=0)
+
+    @property
+    def rounds_done(self) -> int:
+        return 1 + max((r["round"] for r in self.records), default=-1)
+
+    @property
+    def rounds(self) -> int | None:
+        """Rounds of the whole run; None where an older everfed did not keep it."""
+        known = self.about.get("task_rounds")
+        return sum(known) if known else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What makes runs comparable, flat: all but the seed and what follows from it."""
+        out: dict[str, Any] = {}
+        for part in _table(self.about, "method").get("parts", []):
+            name = part.get("part", "part")
+            out |= {f"{name}.{key}": value for key, value in part.items() if key != "part"}
+        out["average"] = _table(self.about, "method").get("average")
+        for section in ("stream", "local"):
+            own = _table(self.about, section)
+            kept = {key: value for key, value in own.items() if key not in ("seed", "tasks")}
+            out |= {f"{section}.{key}": value for key, value in kept.items()}
+        for key in ("data", "sample", "parameters", "precision"):
+            out[key] = self.about.get(key)
+        return out
+
+
+def run_name(method: str, seed: int) -> str:
+    """The folder of one run of a comparison."""
+    return f"{method}-seed{seed}"
+
+
+def members(path: Path) -> list[Path]:
+    """The folders of a comparison's runs, whether begun or not; a run's folder is its own."""
+    if not (path / "compare.json").exists():
+        return [path]
+    try:
+        chosen = json.loads((path / "compare.json").read_text())["compare"]
+        names = [run_name(method, seed) for seed in chosen["seeds"] for method in chosen["methods"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EverfedError(f"{path / 'compare.json'} cannot be read: {error}") from None
+    return [path / name for name in names]
+
+
+def load(path: Path) -> Loaded:
+    """Read one run's folder."""
+    about = read_config(path)
+    records, skipped = read_records(path)
+    return Loaded(path, about, records, skipped)
+
+
+def collect(paths: Sequence[Path]) -> dict[str, list[Loaded]]:
+    """Runs by method; a comparison's folder stands for all of its runs that have begun."""
+    found: dict[Path, Loaded] = {}
+    for path in paths:
+        inside = members(path)
+        for folder in inside:
+            if inside != [path] and not (folder / "config.json").exists():
+                continue
+            run = load(folder)
+            if run.records:
+                found[folder.resolve()] = run
+            elif inside == [path]:
+                raise EverfedError(f"{path} has no records yet")
+    if not found:
+        raise EverfedError(f"no run in {', '.join(map(str, paths))} has begun yet")
+    return by_method(found.values())
+
+
+def by_method(runs: Iterable[Loaded]) -> dict[str, list[Loaded]]:
+    """Runs that differ in nothing but the seed, under the method's name; where one name has been
+    run with several settings, those that differ are added to it."""
+    groups: dict[str, list[Loaded]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps([run.method, run.settings], sort_keys=True), []).append(run)
+    out: dict[str, list[Loaded]] = {}
+    for own in groups.values():
+        first = own[0]
+        namesakes = [g[0].settings for g in groups.values() if g[0].method == first.method]
+        more = [f"{key.split('.')[-1]}={first.settings.get(key)}" for key in differing(namesakes)]
+        name = shown(" ".join([first.method, *more]))
+        while name in out:  # values that differ, but look the same
+            name += "'"
+        out[name] = own
+    return out
+
+
+def differing(settings: Sequence[dict[str, Any]]) -> list[str]:
+    """The keys in which settings differ."""
+    keys = dict.fromkeys(key for own in settings for key in own)
+    first = settings[0]
+    return [key for key in keys if any(own.get(key) != first.get(key) for own in settings)]
+
+
+def unequal(runs: dict[str, list[Loaded]]) -> list[str]:
+    """Settings beside the methods' own in which runs differ: not all are on the same ground."""
+    known = ("data", "sample", "parameters", "precision")
+    found = differing([own[0].settings for own in runs.values()])
+    return [key for key in found if key.startswith("stream.") or key in known]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The configuration of the run in a folder."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except FileNotFoundError:
+        raise EverfedError(f"{path} is not a run's folder (it has no config.json)") from None
+    except (OSError, ValueError) as error:
+        raise EverfedError(f"{path / 'config.json'} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise EverfedError(f"{path / 'config.json'} is not a run's configuration")
+    return config
+
+
+def read_records(path: Path) -> tuple[list[Record], int]:
+    """All records of a run, and how many half-written lines were skipped."""
+    try:
+        text = (path / "records.jsonl").read_text(errors="replace")
+    except OSError as error:
+        raise EverfedError(f"{path / 'records.jsonl'} cannot be read: {error.strerror}") from None
+    return parse(text)
+
+
+def parse(text: str) -> tuple[list[Record], int]:
+    """The records in a piece of text, and how many lines were none."""
+    records, skipped = [], 0
+    for line in text.split("\n"):
+        if not line:
+            continue
+        try:
+            record = json.loads(line, parse_constant=lambda _: None)
+        except ValueError:
+            record = None
+        if _whole(record):
+            record["metric"] = shown(record["metric"])
+            records.append(record)
+        else:
+            skipped += 1
+    return records, skipped
+
+
+def _whole(record: Any) -> bool:
+    """Whether a line is a record: what reads records need not ask again."""
+    if not isinstance(record, dict) or "value" not in record:
+        return False
+    counts = [record.get("round"), record.get("task"), record.get("on", 0)]
+    if not all(isinstance(n, int) and 0 <= n < 10**9 for n in counts):
+        return False
+    number = record["value"] is None or isinstance(record["value"], int | float)
+    return isinstance(record.get("metric"), str) and (number or record["metric"] == "labels")
+
+
+def shown(name: Any) -> str:
+    """A name that any terminal and file takes: without control characters and broken unicode.
+
+    >>> shown("\\x1b[31mred")
+    '�[31mred'
+    """
+    text = str(name)
+    return text if text.isprintable() else "".join(c if c.isprintable() else "�" for c in text)
+
+
+def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
+    value = about.get(key)
+    return value if isinstance(value, dict) else {}

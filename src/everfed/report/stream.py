@@ -1,0 +1,109 @@
+"""`everfed stream`: a stream in a table and a picture, before training."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from everfed.errors import EverfedError
+from everfed.report.figure import bubbles, plain
+from everfed.streams.drift import Estimate, Look, Task
+from everfed.streams.stream import Stream
+
+EXPLAINED = (
+    "Label skew: mean total variation (TV) between a client's labels and all clients'. To the task "
+    "before: TV and Jensen-Shannon divergence (bits) of all labels, and the distance of mean "
+    "inputs over the root of the inputs' total variance. Round TV: of all labels, between a "
+    "task's consecutive data. Client TV: between a client's consecutive data sets. In brackets: "
+    "the TV that chance alone gives for as many samples."
+)
+
+
+def table(seen: Look, narrow: bool = False) -> Table:
+    """One row a task, without columns that have nothing to say. A narrow table has what chance
+    gives under the estimates."""
+    rows = [_cells(task, narrow) for task in seen.tasks]
+    heads = [head for head in rows[0] if any(row[head] != "–" for row in rows)]
+    padding = (0, 0, 0, 1) if narrow else (0, 1)
+    out = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=padding)
+    out.add_column("task", no_wrap=True, overflow="ellipsis")
+    for head in heads:
+        out.add_column(head.replace(" ", "\n") if narrow else head, justify="right", no_wrap=True)
+    for task, row in zip(seen.tasks, rows, strict=True):
+        out.add_row(Text(task.name), *(row[head] for head in heads))
+    return out
+
+
+def _cells(task: Task, narrow: bool) -> dict[str, str]:
+    least, middle, most = (f"{n:.0f}" for n in task.sizes)
+    join = "\n" if narrow else " "
+    return {
+        "rounds": str(task.rounds),
+        "data sets": str(task.moments),
+        "samples": f"{task.samples:.0f}",
+        "of a client": f"{least}–{most}" if narrow else f"{least} – {middle} – {most}",
+        "label skew": _distance(task.skew, join),
+        "labels TV": _distance(task.labels, join),
+        "JS": _number(task.js),
+        "inputs": _number(task.inputs),
+        "round TV": _distance(task.round, join),
+        "client TV": _distance(task.client, join),
+    }
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
+
+
+def _distance(found: Estimate, join: str) -> str:
+    return "–" if math.isnan(found.value) else f"{found.value:.2f}{join}({found.chance:.2f})"
+
+
+def picture(stream: Stream, seen: Look, path: Path, shown: int = 7) -> None:
+    """Bubbles: classes of all clients together and of the first few; without classes, samples."""
+    panels = [("all clients", seen.held.sum(1))]
+    if len(seen.clients) > 1:
+        some = seen.clients[:shown]
+        panels += [(f"client {client}", seen.held[:, k]) for k, client in enumerate(some)]
+    if not seen.classes:
+        panels = [("samples of each client", seen.held[:, :40, 0])]
+    rows, moments = panels[0][1].shape[1], len(seen.rounds)
+    few = moments <= 15  # data sets that last for rounds stand side by side
+    wide = 1.0 + 0.28 * max(4, moments) if few else 5.2
+    tall = max(1.7, 0.17 * min(rows, 30) + 0.8)
+    columns = min(len(panels), max(1, min(4, int(11 / wide))))
+    with plain():
+        figure, axes = plt.subplots(
+            -(-len(panels) // columns), columns, squeeze=False, layout="constrained",
+            figsize=(wide * columns, tall * -(-len(panels) // columns)),
+        )  # fmt: skip
+        for axis in axes.ravel()[len(panels) :]:
+            axis.set_visible(False)
+        for axis, (title, held) in zip(axes.ravel(), panels, strict=False):
+            x = list(range(moments)) if few else seen.rounds
+            gap = min(0.17, (wide - 1) / moments, 0.9 * (tall - 0.8) / rows)
+            found = [(m, c, held[m, c]) for m, c in np.argwhere(held > 0)]
+            if found:
+                bubbles(axis, x, [str(c) for c in range(rows)], found, max(0.03, gap))
+            axis.set_title(title, loc="left", fontsize=9)
+            axis.set_ylabel("class" if seen.classes else "client", fontsize=8)
+            if few:
+                axis.set_xticks(x, [str(t) for t in seen.rounds])
+                axis.set_xlim(-0.7, moments - 0.3)
+                axis.set_xlabel("from round", fontsize=8)
+            else:
+                for edge in np.cumsum([stream.length(k) for k in range(len(stream.tasks) - 1)]):
+                    axis.axvline(edge + 0.5, color="0.75", lw=0.8, ls=":")
+            axis.tick_params(labelsize=7)
+        try:
+            figure.savefig(path, dpi=150)
+        except (OSError, ValueError) as error:
+            raise EverfedError(f"{path} cannot be written: {error}") from None
+        finally:
+            plt.close(figure)
