@@ -13,11 +13,8 @@ import torch
 
 flwr = pytest.importorskip("flwr", reason="needs everfed[flower]")
 
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
-from flwr.serverapp import Grid  # noqa: E402
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects  # noqa: E402
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents  # noqa: E402
-from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict  # noqa: E402
+from loop import Loop  # noqa: E402
 
 from everfed import config as configs  # noqa: E402
 from everfed.engines.flower import client_app, server_app  # noqa: E402
@@ -25,8 +22,6 @@ from everfed.engines.site import Store  # noqa: E402
 from everfed.errors import EverfedError  # noqa: E402
 from everfed.folder import RunFolder, read_records  # noqa: E402
 from everfed.methods import METHODS  # noqa: E402
-
-TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # as in a server's process
 
 CONFIG = """
 seed = 3
@@ -51,61 +46,6 @@ wait = 2.0
 deadline = 0.2
 poll = 0.001
 """
-
-
-def over_the_wire(message: Message) -> Message:
-    """Serialised and read again, as between processes."""
-    raw = {key: thing.deflate() for key, thing in get_all_nested_objects(message).items()}
-    again = inflate_object_from_contents(message.object_id, raw)
-    again.metadata.__dict__["_message_id"] = message.metadata.message_id
-    return again
-
-
-class Loop(Grid):
-    """A grid whose nodes answer at once, in this process; `spoil` may change or lose a reply."""
-
-    def __init__(self, app, folder: Path, sites, run_config=None, spoil=None, node_config=None):
-        self.app, self.sites, self.spoil = app, dict(enumerate(sites, 100)), spoil
-        self.folder, self.run_config = folder, run_config or {}
-        self.node_config = node_config or {}
-        self.replies: dict[str, Message] = {}
-        self.count = itertools.count()
-        self.requests: list[Message] = []
-
-    def set_run(self, run):
-        raise NotImplementedError
-
-    @property
-    def run(self):
-        raise NotImplementedError
-
-    def create_message(self, *args, **kwargs):
-        raise NotImplementedError
-
-    def send_and_receive(self, messages, *, timeout=None):
-        raise NotImplementedError
-
-    def get_node_ids(self):
-        return list(self.sites)
-
-    def push_messages(self, messages):
-        sent = []
-        for message in messages:
-            message.metadata.__dict__["_message_id"] = f"m{next(self.count)}"
-            self.requests.append(message)
-            sent.append(message.metadata.message_id)
-            site = self.sites[message.metadata.dst_node_id]
-            known = {"site": site, "store": str(self.folder / "sites")} | self.node_config
-            context = Context(1, message.metadata.dst_node_id, known, RecordDict(), self.run_config)
-            reply = over_the_wire(self.app(over_the_wire(message), context))
-            if self.spoil is not None and message.metadata.message_type != "query.hello":
-                reply = self.spoil(site, message, reply)
-            if reply is not None:
-                self.replies[sent[-1]] = reply
-        return sent
-
-    def pull_messages(self, message_ids):
-        return [self.replies.pop(i) for i in list(message_ids) if i in self.replies]
 
 
 @pytest.fixture
@@ -321,6 +261,37 @@ def test_a_round_below_the_quorum_fails_loudly_and_can_be_resumed(place):
     assert rounds.count(2) == 3 + 2 + 2  # asked, and those without an answer twice again
     torn, _, _ = federated(place, changes)
     assert np.array_equal(torn, whole)
+
+
+def test_a_node_that_died_is_given_time_to_come_back(place):
+    """The link answers for a dead node at once: that must not use up all the retries."""
+    changes = ["method.name=scaffold", "flower.quorum=1.0", "flower.deadline=5"]
+    whole, _, _ = federated(place, changes, folder="whole")
+
+    class Mortal(Loop):
+        looks = 0  # until the node is back
+
+        def get_node_ids(self):
+            self.looks -= 1
+            return [node for node in self.sites if node != 101 or self.looks < 0]
+
+        def push_messages(self, messages):
+            (message,) = messages
+            if self.looks > 0 and message.metadata.dst_node_id == 101:
+                message.metadata.__dict__["_message_id"] = sent = f"m{next(self.count)}"
+                self.replies[sent] = Message(Error(3, "Node Unavailable"), reply_to=message)
+                return [sent]
+            return super().push_messages(messages)
+
+    def die(site, message, reply):
+        if (site, message.metadata.group_id) == ("0", "1"):
+            grid.looks = 20
+        return reply
+
+    settings = {"set": ";".join(changes), "folder": str(place.parent / "torn")}
+    grid = Mortal(client_app(place), place.parent, ("0", "1", "2"), settings, die)
+    server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
+    assert np.array_equal(model(place.parent / "torn"), whole)
 
 
 def test_too_few_sites_is_an_error_that_says_so(place):

@@ -1,9 +1,15 @@
-"""Real processes: a SuperLink with TLS and node keys, three SuperNodes, and what may happen to them."""
+"""Real processes: a SuperLink with TLS and node keys, three SuperNodes, and what may happen to them.
+
+All tests share one federation, so that each also begins where the one before has left it. Sites are
+held at gates (files) where a test needs to know what they are doing.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
 import sys
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,23 +18,149 @@ pytest.importorskip("flwr", reason="needs everfed[flower]")
 if sys.platform != "linux":
     pytest.skip("processes are found in /proc", allow_module_level=True)
 
-from deployment.federation import CONFIG, Federation, distance, wait_for  # noqa: E402
+from deployment.federation import Federation, Network, distance, model, wait_for  # noqa: E402
+from flwr.app import Context, RecordDict  # noqa: E402
+from loop import Loop  # noqa: E402
 
-from everfed.folder import read_records  # noqa: E402
+from everfed.engines.flower import client_app, server_app  # noqa: E402
 
-LONG = ("stream.rounds=3", "method.name=scaffold", "local.lr=0.02")
+REHEARSAL = """
+seed = 3
+[data]
+name = "digits"
+domains = ["plain", "inverted"]
+[stream]
+name = "domains"
+clients = 3
+alpha = 1.0
+rounds = 1
+[model]
+name = "mlp"
+hidden = [12]
+[local]
+lr = 0.05
+batch = 64
+[flower]
+sites = 3
+quorum = 1.0
+"""
+
+#: data at the sites and a method with states there
+SITES = """
+[data]
+name = "sites"
+shape = [8]
+classes = 2
+[stream]
+name = "sites"
+clients = 3
+rounds = [4]
+[model]
+name = "mlp"
+hidden = [6]
+[local]
+lr = 0.05
+[method]
+name = "scaffold"
+[flower]
+sites = 3
+quorum = 1.0
+deadline = 90
+"""
+
+DATA = """
+import os, time
+from pathlib import Path
+import numpy as np
+
+def samples(site, round):
+    if "GATES" in os.environ:
+        gates = Path(os.environ["GATES"])
+        (gates / f"at-{site}-{round}").touch()
+        while (gates / f"hold-{site}-{round}").exists():
+            time.sleep(0.05)
+    random = np.random.default_rng([round, int(site)])
+    x = random.standard_normal((20, 8)).astype(np.float32)
+    if "site" == site:
+        x[0, 0] = np.nan
+    return x, (x[:, 0] > 0).astype(int)
+
+tests = None
+"""
+
+
+class Gates:
+    """Where sites wait: a site that is held in a round begins it and does not go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def hold(self, site: str, round_: int) -> None:
+        (self.folder / f"hold-{site}-{round_}").touch()
+
+    def wait(self, site: str, round_: int) -> None:
+        place = self.folder / f"at-{site}-{round_}"
+        wait_for(place.exists, f"site {site} in round {round_}")
+
+    def open(self) -> None:
+        for path in self.folder.iterdir():
+            path.unlink()
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory):
-    made = Federation(tmp_path_factory.mktemp("federation")).start("0", "1", "2")
+def network():
+    try:
+        made = Network()
+    except (OSError, subprocess.CalledProcessError) as error:
+        yield getattr(error, "stderr", None) or str(error)
+        return
     yield made
-    made.stop()
+    made.remove()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(federation):
-    return federation.run("undisturbed", *LONG)
+def federation(tmp_path_factory, network):
+    folder = tmp_path_factory.mktemp("federation")
+    made = Federation(folder)
+    (folder / "gates").mkdir()
+    made.env["GATES"] = str(folder / "gates")
+    try:
+        yield made.start("0", "1", "2", network=network if isinstance(network, Network) else None)
+    finally:
+        made.stop()
+
+
+@pytest.fixture
+def gates(federation):
+    made = Gates(federation.folder / "gates")
+    made.open()
+    yield made
+    made.open()
+
+
+@pytest.fixture(scope="module")
+def sites(federation):
+    return federation.app("sites", SITES, DATA)
+
+
+@pytest.fixture
+def expected(sites, tmp_path):
+    """The same app without processes: the model when only some clients' replies come in."""
+    spec = importlib.util.spec_from_file_location("data", sites.package / "data.py")
+    data = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(data)
+
+    def run(*changes, clients=("0", "1", "2"), missing=()):
+        def lose(site, message, reply):
+            return None if (site, int(message.metadata.group_id)) in missing else reply
+
+        short = ("flower.deadline=0.1", "flower.poll=0.001", "flower.retries=0")
+        settings = {"set": ";".join((*changes, *short)), "folder": str(tmp_path / "run")}
+        grid = Loop(client_app(sites.config, data.samples), tmp_path, clients, settings, lose)
+        server_app(sites.config)(grid, Context(1, 0, {}, RecordDict(), settings))
+        return model(tmp_path / "run")
+
+    return run
 
 
 METHODS = {
@@ -37,115 +169,70 @@ METHODS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def methods(federation):
+    """All of them at once on one federation, told apart at the sites by their names."""
+    app = federation.app("rehearsal", REHEARSAL)
+    changes = {
+        name: (f"method.name={name}", f"flower.name={name}", *more)
+        for name, more in METHODS.items()
+    }
+    return app, {name: (app.submit(name, *own), own) for name, own in changes.items()}
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_gives_the_local_engines_model(federation, method):
-    changes = (f"method.name={method}", *METHODS[method])
-    assert distance(federation.run(method, *changes), federation.local(*changes)) < 1e-5
+def test_a_method_gives_the_local_engines_model(methods, method):
+    app, runs = methods
+    run, changes = runs[method]
+    assert distance(run.finish(600), app.local(*changes)) < 1e-5
 
 
 def test_a_key_that_is_not_registered_is_refused(federation):
     federation.start_node("stranger")
-    process = federation.nodes.pop("stranger")
-    assert process.wait(60) != 0
-    assert "Failed to activate SuperNode" in federation.log("node-stranger")
+    refused = "Failed to activate SuperNode"
+    wait_for(lambda: refused in federation.log("node-stranger"), "the refusal")
+    federation.remove_node("stranger")
+    assert not federation.connected("stranger")
 
 
-def after_round(federation, place, count):
-    wait_for(lambda: federation.rounds(place) >= count, f"round {count}", 120)
+TWO = ("stream.rounds=[2]",)
 
 
-def test_a_node_killed_in_mid_round_comes_back(federation, undisturbed):
-    place = federation.submit("node", *LONG)
-    after_round(federation, place, 2)
-    wait_for(lambda: federation.pids("flwr-clientapp"), "a client at work")
+def test_a_node_killed_in_mid_round_comes_back(federation, sites, gates, expected):
+    gates.hold("1", 1)
+    before = federation.connected("1")
+    run = sites.submit("node", *TWO)
+    gates.wait("1", 1)
     federation.kill_node("1")
-    time.sleep(2)
-    federation.start_node("1")
-    assert np.array_equal(federation.finish(place, 300), undisturbed)
+    gates.open()
+    wait_for(lambda: federation.connected("1") > before, "the node's return")
+    assert np.array_equal(run.finish(), expected(*TWO))
 
 
-def test_a_client_app_killed_is_asked_again(federation, undisturbed):
-    place = federation.submit("clientapp", *LONG)
-    after_round(federation, place, 1)
-    wait_for(lambda: federation.pids("flwr-clientapp"), "a client at work")
-    federation.kill("flwr-clientapp")
-    assert np.array_equal(federation.finish(place, 300), undisturbed)
+def test_a_client_app_killed_is_asked_again(federation, sites, gates, expected):
+    gates.hold("1", 1)
+    run = sites.submit("clientapp", *TWO)
+    gates.wait("1", 1)
+    assert federation.kill_client_app("1")
+    gates.open()
+    assert np.array_equal(run.finish(), expected(*TWO))
 
 
-def test_a_server_app_killed_is_resumed(federation, undisturbed):
-    place = federation.submit("server", *LONG)
-    after_round(federation, place, 2)
-    federation.kill("flwr-serverapp")
-    wait_for(lambda: not federation.pids("flwr-serverapp"), "the server's end")
-    federation.submit("server", *LONG)
-    assert np.array_equal(federation.finish(place, 300), undisturbed)
+def test_a_server_app_killed_is_resumed(federation, sites, gates, expected):
+    gates.hold("1", 1)
+    run = sites.submit("server", *TWO)
+    gates.wait("1", 1)
+    federation.kill_server_app()
+    gates.open()
+    run = sites.submit("server", *TWO)
+    assert np.array_equal(run.finish(), expected(*TWO))
 
 
-def test_a_link_killed_is_restarted_and_the_run_resumed(federation, undisturbed):
-    place = federation.submit("link", *LONG)
-    after_round(federation, place, 2)
+def test_a_link_killed_is_started_again_and_the_run_resumed(federation, sites, gates, expected):
+    gates.hold("1", 1)
+    sites.submit("link", *TWO)
+    gates.wait("1", 1)
     federation.kill_link()
-    federation.kill("flwr-serverapp")
-    federation.start_link()
-    federation.submit("link", *LONG)
-    assert np.array_equal(federation.finish(place, 300), undisturbed)
-
-
-def test_a_slow_site_misses_the_deadline_and_is_counted(tmp_path):
-    """Site 2 sleeps longer than the deadline: the others go on without it."""
-    data = """
-import time
-import numpy as np
-def samples(site, round):
-    if site == "2":
-        time.sleep(60)
-    x = np.random.default_rng([round, int(site)]).random((20, 4), dtype=np.float32)
-    return x, (x[:, 0] > 0.5).astype(int)
-tests = None
-"""
-    config = """
-[data]
-name = "sites"
-shape = [4]
-classes = 2
-[stream]
-name = "sites"
-rounds = [2]
-[flower]
-sites = 3
-quorum = 0.6
-deadline = 20
-"""
-    federation = Federation(tmp_path, config, data).start("0", "1", "2")
-    try:
-        place = federation.submit("slow")
-        federation.finish(place, 200)
-    finally:
-        federation.stop()
-    records, _ = read_records(place)
-    assert [r["value"] for r in records if r["metric"] == "dropped_updates"] == [1, 1]
-    assert [r["value"] for r in records if r["metric"] == "clients"] == [2, 2]
-
-
-def test_a_late_site_joins_and_one_leaves_for_good(tmp_path):
-    config = CONFIG.replace("sites = 3", "sites = 2").replace("quorum = 1.0", "quorum = 0.5")
-    config = config.replace("deadline = 60", "deadline = 25").replace("rounds = 1", "rounds = 4")
-    federation = Federation(tmp_path, config).start("0", "1")
-    try:
-        place = federation.submit("change")
-        after_round(federation, place, 1)
-        federation.register("2")
-        federation.start_node("2")
-        wait_for(lambda: 3 in _clients(place), "the third site's first round", 120)
-        federation.kill_node("0")
-        federation.finish(place, 400)
-    finally:
-        federation.stop()
-    counts = _clients(place)
-    assert counts[0] == 2
-    assert max(counts) == 3
-    assert counts[-1] == 2
-
-
-def _clients(place):
-    return [r["value"] for r in read_records(place)[0] if r["metric"] == "clients"]
+    gates.open()
+    run = sites.submit("link", *TWO)
+    assert np.array_equal(run.finish(), expected(*TWO))

@@ -235,7 +235,7 @@ class FlowerEngine:
                 break
             if attempt:
                 log(WARNING, f"round {ask.round + 1}: {self._short(good, cohort, silent)}; again")
-                self._greet()
+                self._await(missing, need - len(good))
             silent = self._exchange(ask, missing, states, good, bad)
         if len(good) < need:
             raise EverfedError(
@@ -244,6 +244,12 @@ class FlowerEngine:
                 f"and {need} are the quorum; the run can be resumed"
             )
         return self._reduced(ask, good, silent | bad)
+
+    def _await(self, clients: list[int], count: int) -> None:
+        """Give clients that are away time to come back: a dead node's error comes at once."""
+        until = time.monotonic() + self.terms.deadline
+        while len(self._greet() & set(clients)) < count and time.monotonic() < until:
+            time.sleep(self.terms.poll)
 
     def _short(self, good: Mapping[int, Any], cohort: list[int], why: Mapping[int, str]) -> str:
         reasons = "; ".join(f"client {client}: {text}" for client, text in sorted(why.items())[:3])
