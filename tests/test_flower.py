@@ -14,7 +14,6 @@ import torch
 flwr = pytest.importorskip("flwr", reason="needs everfed[flower]")
 
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict  # noqa: E402
-from loop import Loop  # noqa: E402
 
 from everfed import config as configs  # noqa: E402
 from everfed.engines.flower import client_app, server_app  # noqa: E402
@@ -22,6 +21,7 @@ from everfed.engines.site import Store  # noqa: E402
 from everfed.errors import EverfedError  # noqa: E402
 from everfed.folder import RunFolder, read_records  # noqa: E402
 from everfed.methods import METHODS  # noqa: E402
+from loop import Loop  # noqa: E402
 
 CONFIG = """
 seed = 3
@@ -276,12 +276,11 @@ def test_a_node_that_died_is_given_time_to_come_back(place):
             return [node for node in self.sites if node != 101 or self.looks < 0]
 
         def push_messages(self, messages):
-            (message,) = messages
-            if self.looks > 0 and message.metadata.dst_node_id == 101:
-                message.metadata.__dict__["_message_id"] = sent = f"m{next(self.count)}"
-                self.replies[sent] = Message(Error(3, "Node Unavailable"), reply_to=message)
-                return [sent]
-            return super().push_messages(messages)
+            sent = super().push_messages(messages)
+            for message, number in zip(messages, sent, strict=True):
+                if self.looks > 0 and message.metadata.dst_node_id == 101:
+                    self.replies[number] = Message(Error(3, "Node Unavailable"), reply_to=message)
+            return sent
 
     def die(site, message, reply):
         if (site, message.metadata.group_id) == ("0", "1"):

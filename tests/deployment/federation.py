@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -65,7 +67,7 @@ class Federation:
         )
         more = {"FLWR_HOME": str(flwr), "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1",
                 "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
-                "EVERFED_STORE": str(folder / "sites"),
+                "EVERFED_STORE": str(folder / "states"),
                 "PATH": f"{BIN}:{os.environ['PATH']}"}  # fmt: skip
         self.env = os.environ | more
         self.link: subprocess.Popen[bytes] | None = None
@@ -106,6 +108,21 @@ class Federation:
     def connected(self, site: str) -> int:
         """How often a site's node was taken by the link."""
         return self.log(f"node-{site}").count("SuperNode ID")
+
+    def number(self, site: str) -> str:
+        """The number that the link knows a site's node by."""
+        return re.findall(r"SuperNode ID: (\d+)", self.log(f"node-{site}"))[-1]
+
+    def hellos(self, site: str) -> int:
+        """How often a site has said who it is."""
+        sent = r"Sending: query\.hello (?:(?!Sending).)*?Sent successfully"
+        return len(re.findall(sent, self.log(f"node-{site}"), re.DOTALL))
+
+    def online(self, site: str) -> bool:
+        """Whether the link has heard from a site's node lately."""
+        known = json.loads(self.flwr("supernode", "list", "here", "--format", "json"))["nodes"]
+        (status,) = (node["status"] for node in known if node["node-id"] == self.number(site))
+        return bool(status == "online")
 
     def start(self, *sites: str, network: Network | None = None) -> Federation:
         """The link and these sites, registered; the last one on a network of its own."""
@@ -224,10 +241,17 @@ class Run:
     def _why(self, what: str) -> Callable[[], str]:
         return lambda: f"{what}; it said:\n{self.said()}"
 
+    def began(self) -> bool:
+        """Whether there is or was a ServerApp."""
+        return self._logged("Started task")
+
     def ended(self) -> bool:
-        """Whether the ServerApp has come to an end, good or bad."""
+        """Whether the ServerApp has come to an end of its own, good or bad."""
+        return self._logged("Finished task")
+
+    def _logged(self, what: str) -> bool:
         lines = self.federation.log("link").splitlines()
-        return any("Finished task" in line and self.number in line for line in lines)
+        return any(what in line and self.number in line for line in lines)
 
     def done(self) -> bool:
         return (self.place / "config.json").exists() and RunFolder(self.place).done()
@@ -318,10 +342,8 @@ def _below(pid: int) -> list[int]:
 
 def _kill(*pids: int) -> None:
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def _kill_below(pid: int) -> None:

@@ -6,9 +6,9 @@ held at gates (files) where a test needs to know what they are doing.
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,8 @@ pytest.importorskip("flwr", reason="needs everfed[flower]")
 if sys.platform != "linux":
     pytest.skip("processes are found in /proc", allow_module_level=True)
 
-from deployment.federation import Federation, Network, distance, model, wait_for  # noqa: E402
-from flwr.app import Context, RecordDict  # noqa: E402
-from loop import Loop  # noqa: E402
-
-from everfed.engines.flower import client_app, server_app  # noqa: E402
+from deployment.federation import Federation, Network, distance, wait_for
+from deployment.sites import CONFIG, DATA, reference
 
 REHEARSAL = """
 seed = 3
@@ -45,52 +42,9 @@ sites = 3
 quorum = 1.0
 """
 
-#: data at the sites and a method with states there
-SITES = """
-[data]
-name = "sites"
-shape = [8]
-classes = 2
-[stream]
-name = "sites"
-clients = 3
-rounds = [4]
-[model]
-name = "mlp"
-hidden = [6]
-[local]
-lr = 0.05
-[method]
-name = "scaffold"
-[flower]
-sites = 3
-quorum = 1.0
-deadline = 90
-"""
-
-DATA = """
-import os, time
-from pathlib import Path
-import numpy as np
-
-def samples(site, round):
-    if "GATES" in os.environ:
-        gates = Path(os.environ["GATES"])
-        (gates / f"at-{site}-{round}").touch()
-        while (gates / f"hold-{site}-{round}").exists():
-            time.sleep(0.05)
-    random = np.random.default_rng([round, int(site)])
-    x = random.standard_normal((20, 8)).astype(np.float32)
-    if "site" == site:
-        x[0, 0] = np.nan
-    return x, (x[:, 0] > 0).astype(int)
-
-tests = None
-"""
-
 
 class Gates:
-    """Where sites wait: a site that is held in a round begins it and does not go on."""
+    """A site that is held in a round begins it and does not go on; one that is spoiled sends NaN."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,9 +52,15 @@ class Gates:
     def hold(self, site: str, round_: int) -> None:
         (self.folder / f"hold-{site}-{round_}").touch()
 
+    def spoil(self, site: str, round_: int) -> None:
+        (self.folder / f"spoil-{site}-{round_}").touch()
+
     def wait(self, site: str, round_: int) -> None:
         place = self.folder / f"at-{site}-{round_}"
         wait_for(place.exists, f"site {site} in round {round_}")
+
+    def release(self, site: str, round_: int) -> None:
+        (self.folder / f"hold-{site}-{round_}").unlink()
 
     def open(self) -> None:
         for path in self.folder.iterdir():
@@ -140,27 +100,12 @@ def gates(federation):
 
 @pytest.fixture(scope="module")
 def sites(federation):
-    return federation.app("sites", SITES, DATA)
+    return federation.app("sites", CONFIG, DATA)
 
 
 @pytest.fixture
 def expected(sites, tmp_path):
-    """The same app without processes: the model when only some clients' replies come in."""
-    spec = importlib.util.spec_from_file_location("data", sites.package / "data.py")
-    data = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(data)
-
-    def run(*changes, clients=("0", "1", "2"), missing=()):
-        def lose(site, message, reply):
-            return None if (site, int(message.metadata.group_id)) in missing else reply
-
-        short = ("flower.deadline=0.1", "flower.poll=0.001", "flower.retries=0")
-        settings = {"set": ";".join((*changes, *short)), "folder": str(tmp_path / "run")}
-        grid = Loop(client_app(sites.config, data.samples), tmp_path, clients, settings, lose)
-        server_app(sites.config)(grid, Context(1, 0, {}, RecordDict(), settings))
-        return model(tmp_path / "run")
-
-    return run
+    return partial(reference, sites, tmp_path)
 
 
 METHODS = {
@@ -236,3 +181,79 @@ def test_a_link_killed_is_started_again_and_the_run_resumed(federation, sites, g
     gates.open()
     run = sites.submit("link", *TWO)
     assert np.array_equal(run.finish(), expected(*TWO))
+
+
+def test_a_slow_site_and_a_bad_one_are_left_out_and_counted(sites, gates, expected):
+    """Site 2 misses the first round's deadline, site 1 sends NaN in the second."""
+    changes = (*TWO, "flower.quorum=0.6", "flower.deadline=40")
+    gates.hold("2", 0)
+    gates.spoil("1", 1)
+    run = sites.submit("slow", *changes)
+    run.wait_rounds(1)
+    gates.release("2", 0)
+    got = run.finish()
+    assert run.values("clients") == [2, 2]
+    assert run.values("dropped_updates") == [1, 1]
+    assert np.array_equal(got, expected(*changes, missing={("2", 0), ("1", 1)}))
+
+
+def test_a_round_below_the_quorum_fails_loudly_and_is_resumed(sites, gates, expected):
+    gates.hold("1", 1)
+    gates.hold("2", 1)
+    run = sites.submit("quorum", *TWO, "flower.deadline=40", "flower.retries=0")
+    wait_for(run.ended, "the run's end")
+    said = " ".join(run.said().split())
+    assert "round 2, train: 1 of 3 clients have answered" in said
+    assert "3 are the quorum; the run can be resumed" in said
+    assert "failed" in run.status()
+    gates.open()
+    assert np.array_equal(sites.submit("quorum", *TWO).finish(), expected(*TWO))
+
+
+def test_a_node_cut_off_for_some_rounds_takes_part_again(
+    network, federation, sites, gates, expected
+):
+    if not isinstance(network, Network):
+        pytest.skip(f"no network namespaces here (root and iproute2 are needed): {network}")
+    changes = (
+        "stream.rounds=[5]", "flower.quorum=0.6", "flower.sites=2", "flower.deadline=45",
+    )  # fmt: skip
+    before = federation.hellos("2")
+    gates.hold("0", 0)
+    gates.hold("0", 3)
+    run = sites.submit("cut", *changes)
+    wait_for(lambda: federation.hellos("2") > before, "the hello of site 2")
+    gates.release("0", 0)
+    run.wait_rounds(2)
+    network.cut()
+    try:
+        gates.wait("0", 3)
+    finally:
+        network.mend()
+    wait_for(lambda: federation.online("2"), "the node's return")
+    gates.open()
+    got = run.finish()
+    counts = run.values("clients")
+    assert (counts[1], counts[2], counts[4]) == (3, 2, 3)
+    missing = {("2", at) for at, count in enumerate(counts) if count == 2}
+    assert np.array_equal(got, expected(*changes, missing=missing))
+
+
+def test_a_late_site_joins_and_one_leaves_for_good(federation, sites, gates, expected):
+    changes = ("stream.clients=4", "flower.quorum=0.6", "flower.deadline=45")
+    gates.hold("0", 0)
+    gates.hold("3", 3)
+    run = sites.submit("change", *changes)
+    gates.wait("0", 0)
+    federation.register("3")
+    federation.start_node("3")
+    wait_for(lambda: federation.connected("3"), "the new node")
+    gates.release("0", 0)
+    gates.wait("3", 3)
+    federation.remove_node("3")
+    got = run.finish()
+    federation.flwr("supernode", "unregister", federation.number("3"), "here")
+    counts = run.values("clients")
+    assert (counts[0], counts[2], counts[3]) == (3, 4, 3)
+    missing = {("3", at) for at, count in enumerate(counts) if count == 3}
+    assert np.array_equal(got, expected(*changes, clients=("0", "1", "2", "3"), missing=missing))

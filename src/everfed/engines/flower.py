@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from logging import INFO, WARNING
@@ -258,7 +258,7 @@ class FlowerEngine:
     def _exchange(
         self,
         ask: Ask,
-        clients: Iterable[int],
+        clients: list[int],
         states: Mapping[int, list[State]],
         good: dict[int, Opened],
         bad: dict[int, str],
@@ -267,14 +267,15 @@ class FlowerEngine:
         waiting: dict[str, int] = {}
         silent: dict[int, str] = {}
         shared = vectors(ask)
+        kind, group, ttl = f"train.{ask.exchange}", str(ask.round), self.terms.deadline
+        messages = []
         for client in clients:
             content = wrap(ask, _token(states.get(client)), shared)
-            kind, group = f"train.{ask.exchange}", str(ask.round)
-            node = self.nodes[client]
-            message = Message(content, node, kind, ttl=self.terms.deadline, group_id=group)
-            sent = list(self.grid.push_messages([message]))
+            messages.append(Message(content, self.nodes[client], kind, ttl=ttl, group_id=group))
+        # together, so that Flower hashes and sends what they share once
+        for client, sent in zip(clients, self.grid.push_messages(messages), strict=True):
             if sent:
-                waiting[sent[0]] = client
+                waiting[sent] = client
             else:
                 silent[client] = "is not connected"
         until = time.monotonic() + self.terms.deadline
