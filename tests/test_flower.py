@@ -357,6 +357,38 @@ def test_a_late_site_joins_and_one_leaves(place):
     assert by_round == {0: [0, 1], 1: [0, 1, 2], 2: [1, 2], 3: [1, 2]}
 
 
+def test_a_site_joins_although_rounds_last_longer_than_a_hello(place):
+    """The answer of node 102 comes while the others train, and has expired when they are done."""
+
+    class Busy(Loop):
+        hello, working = "", False
+
+        def get_node_ids(self):
+            self.working = False
+            if self.hello in self.replies:
+                request = next(m for m in self.requests if m.metadata.message_id == self.hello)
+                self.replies[self.hello] = Message(Error(1, "expired"), reply_to=request)
+                self.hello = ""
+            return super().get_node_ids()
+
+        def push_messages(self, messages):
+            sent = super().push_messages(messages)
+            for message, number in zip(messages, sent, strict=True):
+                self.working = message.metadata.message_type != "query.hello"
+                if not self.working and message.metadata.dst_node_id == 102:
+                    self.hello = number
+            return sent
+
+        def pull_messages(self, message_ids):
+            return super().pull_messages(i for i in message_ids if i != self.hello or self.working)
+
+    settings = {"set": "flower.sites=2", "folder": str(place.parent / "run")}
+    grid = Busy(client_app(place), place.parent, ("0", "1", "2"), settings)
+    server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
+    records, _ = read_records(place.parent / "run")
+    assert [r["value"] for r in records if r["metric"] == "clients"] == [2, 3, 3, 3]
+
+
 def test_data_that_live_at_the_sites(tmp_path):
     """The server knows shape, classes and calendar; a site's samples change from round to round."""
     path = tmp_path / "everfed.toml"

@@ -126,6 +126,8 @@ class Federation:
 
     def start(self, *sites: str, network: Network | None = None) -> Federation:
         """The link and these sites, registered; the last one on a network of its own."""
+        # asked to end, end the processes too
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         self.start_link("0.0.0.0" if network else "127.0.0.1")
         for site in sites:
             self.register(site)

@@ -25,8 +25,8 @@ from deployment.sites import CONFIG, DATA, reference
 from everfed.folder import read_records
 
 SITES = ("0", "1", "2")
-#: seconds between two kills
-PAUSE = (10.0, 60.0)
+#: rounds between two kills, and seconds into a round at which the next one comes
+ROUNDS, SECONDS = (2, 6), (0.0, 10.0)
 #: seconds without a new round after which the operator restarts the nodes
 SILENCE = 240.0
 #: seconds in which a submitted run begins, unless what should launch it was killed
@@ -36,10 +36,9 @@ LAUNCH = 60.0
 class Soak:
     """One federation, one run, and what was done to it."""
 
-    def __init__(self, folder: Path, rounds: int, seed: int) -> None:
-        self.folder, self.random = folder, random.Random(seed)
+    def __init__(self, federation: Federation, rounds: int, seed: int) -> None:
+        self.federation, self.random = federation.start(*SITES), random.Random(seed)
         self.changes = (f"stream.rounds=[{rounds}]", "flower.deadline=60", "flower.retries=20")
-        self.federation = Federation(folder).start(*SITES)
         self.app = self.federation.app("sites", CONFIG, DATA)
         self.rounds, self.runs = rounds, list[Run]()
         self.kills: Counter[str] = Counter()
@@ -72,17 +71,17 @@ class Soak:
     def play(self, minutes: float) -> None:
         """Kill until the rounds are done or the time is up."""
         began = moved = time.monotonic()
-        strikes, done = began + self.random.uniform(*PAUSE), 0
+        done, strikes, after = 0, 1, 0.0
         while not self.run.done() and time.monotonic() < began + 60 * minutes:
             time.sleep(1)
             now = time.monotonic()
             if (rounds := self.run.rounds()) != done:
                 done, moved = rounds, now
                 self.tell(began, f"round {done} of {self.rounds}")
-            if now > strikes:
-                strikes = now + self.random.uniform(*PAUSE)
-                if what := self.kill():
-                    self.tell(began, f"killed: {what}")
+            if done >= strikes and now > moved + after and (what := self.kill()):
+                self.tell(began, f"killed: {what}")
+                strikes = done + self.random.randint(*ROUNDS)
+                after = self.random.uniform(*SECONDS)
             if self.dead():
                 self.submit()
                 self.tell(began, "submitted again")
@@ -113,7 +112,7 @@ class Soak:
             wrong.append(f"rounds are lost or doubled: {recorded}")
         if set(self.run.values("clients")) != {float(len(SITES))}:
             wrong.append(f"not all clients in every round: {self.run.values('clients')}")
-        expected = reference(self.app, self.folder, *self.changes, rounds=rounds)
+        expected = reference(self.app, self.federation.folder, *self.changes, rounds=rounds)
         if not np.array_equal(model(place), expected):
             wrong.append("the model is not that of the undisturbed run")
         said = " ".join(run.said() for run in self.runs)
@@ -134,12 +133,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="everfed-soak-") as folder:
-        soak = Soak(Path(folder), options.rounds, options.seed)
+        federation = Federation(Path(folder))
         try:
+            soak = Soak(federation, options.rounds, options.seed)
             soak.play(options.minutes)
             wrong = soak.verdict()
         finally:
-            soak.federation.stop()
+            federation.stop()
     print("\n".join(wrong) or "the model is that of the undisturbed run, every round recorded once")
     sys.exit(bool(wrong))
 

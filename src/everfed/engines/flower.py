@@ -203,24 +203,27 @@ class FlowerEngine:
             message = Message(RecordDict(), node, HELLO, ttl=self.terms.deadline)
             for sent in self.grid.push_messages([message]):
                 self.greeted[node] = sent
-        if self.greeted:
-            asked = {sent: node for node, sent in self.greeted.items()}
-            for reply in self.grid.pull_messages(list(asked)):
-                node = asked[reply.metadata.reply_to_message_id]
-                del self.greeted[node]
-                if reply.has_error():
-                    log(WARNING, f"node {node} does not say who it is: {reply.error.reason}")
-                    continue
-                try:
-                    client = client_of(str(reply.content.config_records["site"]["name"]))
-                except KeyError:
-                    log(WARNING, f"node {node} does not say who it is")
-                    continue
-                if self.nodes.get(client, node) in here - {node}:
-                    log(WARNING, f"two nodes say that they are client {client}: the newer counts")
-                self.nodes[client] = node
-                self.met.add(node)
+        self._hear(here)
         return {client for client, node in self.nodes.items() if node in here}
+
+    def _hear(self, here: set[int]) -> None:
+        """Take the answers of nodes that were asked who they are."""
+        asked = {sent: node for node, sent in self.greeted.items()}
+        for reply in self.grid.pull_messages(list(asked)) if asked else ():
+            node = asked[reply.metadata.reply_to_message_id]
+            del self.greeted[node]
+            if reply.has_error():
+                log(WARNING, f"node {node} does not say who it is: {reply.error.reason}")
+                continue
+            try:
+                client = client_of(str(reply.content.config_records["site"]["name"]))
+            except KeyError:
+                log(WARNING, f"node {node} does not say who it is")
+                continue
+            if self.nodes.get(client, node) in here - {node}:
+                log(WARNING, f"two nodes say that they are client {client}: the newer counts")
+            self.nodes[client] = node
+            self.met.add(node)
 
     # asking ----------------------------------------------------------------------------------
     def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
@@ -291,6 +294,7 @@ class FlowerEngine:
                     good[client] = open_reply(reply.content, ask, *self._expected(ask))
                 except ValueError as error:
                     bad[client] = f"its reply {error}"
+            self._hear(set(self.nodes.values()))  # an answer expires like any other
             if waiting:
                 time.sleep(self.terms.poll)
         late = f"no answer in {self.terms.deadline:g} s"
