@@ -9,6 +9,7 @@ site has been silent for long.
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from deployment.sites import CONFIG, DATA, reference
 from everfed.folder import read_records
 
 SITES = ("0", "1", "2")
+KINDS = ("node", "ClientApp", "ServerApp", "link")
 #: rounds between two kills, and seconds into a round at which the next one comes
 ROUNDS, SECONDS = (2, 6), (0.0, 10.0)
 #: seconds without a new round after which the operator restarts the nodes
@@ -42,6 +44,7 @@ class Soak:
         self.app = self.federation.app("sites", CONFIG, DATA)
         self.rounds, self.runs = rounds, list[Run]()
         self.kills: Counter[str] = Counter()
+        self.deck = list[str]()  #: what is killed next, the last first
         self.restarts = 0  #: of nodes, by the operator
         self.submit()
 
@@ -55,8 +58,9 @@ class Soak:
 
     def kill(self) -> str:
         """Kill something; what it was."""
-        what = self.random.choice(["node", "ClientApp", "ServerApp", "link"])
-        site = self.random.choice(SITES)
+        if not self.deck:
+            self.deck = self.random.sample(KINDS, len(KINDS))
+        what, site = self.deck[-1], self.random.choice(SITES)
         if what == "node":
             self.federation.kill_node(site)
         elif what == "ClientApp" and not self.federation.kill_client_app(site):
@@ -65,7 +69,7 @@ class Soak:
             self.federation.kill_server_app()
         elif what == "link":
             self.federation.kill_link()
-        self.kills[what] += 1
+        self.kills[self.deck.pop()] += 1
         return f"{what} {site}" if what in ("node", "ClientApp") else what
 
     def play(self, minutes: float) -> None:
@@ -132,6 +136,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # of the reference in this process
     with tempfile.TemporaryDirectory(prefix="everfed-soak-") as folder:
         federation = Federation(Path(folder))
         try:
