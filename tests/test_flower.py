@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, 
 
 from everfed import config as configs  # noqa: E402
 from everfed.engines.flower import client_app, server_app  # noqa: E402
-from everfed.engines.site import Store  # noqa: E402
+from everfed.engines.site import RUNS, Store, run_folder  # noqa: E402
 from everfed.errors import EverfedError  # noqa: E402
 from everfed.folder import RunFolder, read_records  # noqa: E402
 from everfed.methods import METHODS  # noqa: E402
@@ -77,6 +77,10 @@ def model(folder: Path) -> np.ndarray:
 def local(path: Path, changes=()):
     made = configs.experiment(configs.read(path, list(changes)))
     return made.go(workers=1, grouping="single")
+
+
+def states(home: Path, site: str) -> list[Path]:
+    return sorted((home / "sites" / "federation" / site).glob("*/*.state"))
 
 
 def distance(a, b) -> float:
@@ -153,6 +157,31 @@ def test_a_server_that_dies_anywhere_goes_on_to_the_same_model(place, method):
         assert np.array_equal(torn, whole)
         timeless = [[r for r in log if r["metric"] != "seconds"] for log in (again, records)]
         assert timeless[0] == timeless[1]
+
+
+def test_a_run_never_takes_another_runs_states(place):
+    """A run is stopped, another one of the same federation is made, then the first goes on."""
+    changes = ["method.name=scaffold", "local.lr=0.02"]
+    whole, _, _ = federated(place, changes, folder="whole")
+
+    def die(site, message, reply):
+        if message.metadata.group_id == "2":
+            raise Crash
+        return reply
+
+    with pytest.raises(Crash):
+        federated(place, changes, die, folder="torn")
+    for name in ("b", "c"):
+        federated(place, ["method.name=scaffold", "seed=9"], folder=name)
+    torn, _, _ = federated(place, changes, folder="torn")
+    assert np.array_equal(torn, whole)
+
+
+def test_states_of_runs_long_past_are_forgotten(tmp_path):
+    made = [run_folder(tmp_path, f"{i:016x}") for i in range(RUNS + 2)]
+    assert sorted(tmp_path.iterdir()) == made[2:]
+    with pytest.raises(EverfedError, match="names its run"):
+        run_folder(tmp_path, "../elsewhere")
 
 
 def spoiled(reply, key, value):
@@ -303,7 +332,7 @@ def test_a_site_that_lost_its_disk_begins_anew(place, caplog):
 
     def lose(site, message, reply):
         if site == "1" and message.metadata.group_id == "1":
-            for path in (place.parent / "sites" / "federation" / "1").iterdir():
+            for path in states(place.parent, "1"):
                 path.unlink()
         return reply
 
@@ -318,17 +347,17 @@ def test_states_are_bounded_and_can_be_encrypted(place, tmp_path):
     key.write_bytes(Fernet.generate_key())
     changes = ["method.name=cfl_coreset", "method.size=5", "stream.rounds=6"]
     plain, _, _ = federated(place, changes, folder="plain")
-    states = sorted((tmp_path / "sites" / "federation" / "1").iterdir())
-    assert 1 <= len(states) <= 7
-    assert b"memory.x" in states[-1].read_bytes()
-    for path in states:
+    kept = states(tmp_path, "1")
+    assert 1 <= len(kept) <= 7
+    assert b"memory.x" in kept[-1].read_bytes()
+    for path in kept:
         path.unlink()
     secret, _, _ = federated(place, changes, folder="secret", node_config={"store-key": str(key)})
     assert np.array_equal(plain, secret)
-    states = sorted((tmp_path / "sites" / "federation" / "1").iterdir())
-    assert b"memory.x" not in states[-1].read_bytes()
-    other = Store(states[0].parent, Fernet.generate_key().decode())
-    assert other.load(int(states[-1].stem)) is None
+    kept = states(tmp_path, "1")
+    assert b"memory.x" not in kept[-1].read_bytes()
+    other = Store(kept[0].parent, Fernet.generate_key().decode())
+    assert other.load(int(kept[-1].stem)) is None
 
 
 def test_a_late_site_joins_and_one_leaves(place):
@@ -440,7 +469,7 @@ size = 4
         "before",
         "after",
     ]
-    kept = Store(tmp_path / "sites" / "federation" / "oslo").load(3 * 3 + 1)
+    kept = Store(states(tmp_path, "oslo")[0].parent).load(3 * 3 + 1)
     assert kept["memory.x"].shape == (8, 4)  # 4 of each task's last data set
     with pytest.raises(EverfedError, match="live at the sites"):
         configs.experiment(configs.read(path)).go()

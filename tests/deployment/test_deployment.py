@@ -121,12 +121,9 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def methods(federation):
-    """All of them at once on one federation, told apart at the sites by their names."""
+    """All of them at once on one federation: sites keep their states apart."""
     app = federation.app("rehearsal", REHEARSAL)
-    changes = {
-        name: (f"method.name={name}", f"flower.name={name}", *more)
-        for name, more in METHODS.items()
-    }
+    changes = {name: (f"method.name={name}", *more) for name, more in METHODS.items()}
     return app, {name: (app.submit(name, *own), own) for name, own in changes.items()}
 
 

@@ -27,7 +27,17 @@ from torch import Tensor
 from everfed import config as configs
 from everfed.client import Ask, ClientProgram
 from everfed.engines.local import Answer, LocalEngine
-from everfed.engines.site import NONE, STAGES, Answered, Samples, Site, Store, client_of
+from everfed.engines.site import (
+    NONE,
+    STAGES,
+    Answered,
+    Samples,
+    Site,
+    Store,
+    client_of,
+    run_folder,
+    run_name,
+)
 from everfed.engines.terms import Terms
 from everfed.errors import EverfedError
 from everfed.method import Method, State
@@ -47,7 +57,7 @@ def _arrays(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def _tensor(array: Array) -> Tensor:
-    return torch.from_numpy(np.array(array.numpy()))
+    return torch.from_numpy(np.require(array.numpy(), requirements=("C", "W")))
 
 
 def vectors(ask: Ask) -> dict[str, ArrayRecord]:
@@ -57,14 +67,14 @@ def vectors(ask: Ask) -> dict[str, ArrayRecord]:
     return {"model": _arrays(model), "extras": _arrays(extras)}
 
 
-def wrap(ask: Ask, token: int, shared: Mapping[str, ArrayRecord]) -> RecordDict:
-    """A request as a message's content; `token` names the client's state to go on from."""
+def wrap(ask: Ask, run: str, token: int, shared: Mapping[str, ArrayRecord]) -> RecordDict:
+    """A request as a message's content; `run` and `token` name the client's state to go on from."""
     said: dict[str, Any] = {"exchange": ask.exchange, "round": ask.round, "task": ask.task}
-    said |= {"lr": ask.lr, "parts": len(ask.down), "token": token}
+    said |= {"lr": ask.lr, "parts": len(ask.down), "run": run, "token": token}
     return RecordDict({**shared, "ask": ConfigRecord(said)})
 
 
-def unwrap(content: RecordDict) -> tuple[Ask, int]:
+def unwrap(content: RecordDict) -> tuple[Ask, str, int]:
     """The way back from `wrap`."""
     said, model = content.config_records["ask"], content.array_records["model"]
     down: list[State] = [{} for _ in range(_whole(said["parts"]))]
@@ -76,7 +86,7 @@ def unwrap(content: RecordDict) -> tuple[Ask, int]:
         exchange, _whole(said["round"]), _whole(said["task"]), float(said["lr"]),  # type: ignore[arg-type]
         _tensor(model["start"]), _tensor(model["buffers"]), down,
     )  # fmt: skip
-    return ask, _whole(said["token"])
+    return ask, str(said["run"]), _whole(said["token"])
 
 
 def _whole(value: Any) -> int:
@@ -159,6 +169,7 @@ class FlowerEngine:
     program: ClientProgram
     grid: Grid
     terms: Terms
+    run: str  #: the name of the run at the sites
     nodes: dict[int, int] = field(default_factory=dict)  #: client -> the node it is at
     greeted: dict[int, str] = field(default_factory=dict)  #: node -> message, not yet answered
     met: set[int] = field(default_factory=set)  #: nodes that have said who they are
@@ -273,7 +284,7 @@ class FlowerEngine:
         kind, group, ttl = f"train.{ask.exchange}", str(ask.round), self.terms.deadline
         messages = []
         for client in clients:
-            content = wrap(ask, _token(states.get(client)), shared)
+            content = wrap(ask, self.run, _token(states.get(client)), shared)
             messages.append(Message(content, self.nodes[client], kind, ttl=ttl, group_id=group))
         # together, so that Flower hashes and sends what they share once
         for client, sent in zip(clients, self.grid.push_messages(messages), strict=True):
@@ -357,7 +368,7 @@ def server_app(config: str | Path, tests: Callable[[], Any] | None = None) -> Se
         folder = Path(str(context.run_config.get("folder", terms.folder))).expanduser()
 
         def engine(program: ClientProgram) -> FlowerEngine:
-            return FlowerEngine(program, grid, terms)
+            return FlowerEngine(program, grid, terms, run_name(folder))
 
         def tell(p: Progress) -> None:
             accuracy = "" if p.accuracy is None else f", accuracy {100 * p.accuracy:.1f} %"
@@ -396,10 +407,10 @@ def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
         made, name = _made(Path(config), context), _site(context)
         with surroundings():
             local, seed = made.options["local"], made.options["seed"]
-            stream, store = made.stream.seeded(seed), _store(context, made.terms, name)
+            ask, run, token = unwrap(message.content)
+            stream, store = made.stream.seeded(seed), _store(context, made.terms, name, run)
             held = samples or partial(rehearsed, stream)
             site = Site(name, made.method, stream, made.model, local, seed, held, store)
-            ask, token = unwrap(message.content)
             return Message(wrap_reply(ask, site.answer(ask, token)), reply_to=message)
 
     for exchange in STAGES:
@@ -421,8 +432,8 @@ def _site(context: Context) -> str:
     return str(name)
 
 
-def _store(context: Context, terms: Terms, name: str) -> Store:
+def _store(context: Context, terms: Terms, name: str, run: str) -> Store:
     place = str(context.node_config.get("store", os.environ.get("EVERFED_STORE", terms.store)))
     key = context.node_config.get("store-key")
     text = Path(str(key)).expanduser().read_text().strip() if key is not None else None
-    return Store(Path(place).expanduser() / terms.name / name, text)
+    return Store(run_folder(Path(place).expanduser() / terms.name / name, run), text)
