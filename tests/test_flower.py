@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -178,7 +179,10 @@ def test_a_run_never_takes_another_runs_states(place):
 
 
 def test_states_of_runs_long_past_are_forgotten(tmp_path):
-    made = [run_folder(tmp_path, f"{i:016x}") for i in range(RUNS + 2)]
+    made = []
+    for i in range(RUNS + 2):
+        made.append(run_folder(tmp_path, f"{i:016x}"))
+        os.utime(made[-1], (i, i))
     assert sorted(tmp_path.iterdir()) == made[2:]
     with pytest.raises(EverfedError, match="names its run"):
         run_folder(tmp_path, "../elsewhere")
