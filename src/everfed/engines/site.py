@@ -1,8 +1,9 @@
 """One site of a real federation: its samples, its state on its own disk, its answers.
 
-A site's state is saved under a *token*, which grows with every exchange. The server knows which
-token it has counted and names it in the next request, so a reply that was lost, a request that came
-twice and a server that went back to an older checkpoint all lead to the state they belong to.
+A site's state is saved under its run's name and a *token*, which grows with every exchange. The
+server knows which token it has counted and names it in the next request, so a reply that was lost,
+a request that came twice and a server that went back to an older checkpoint all lead to the state
+they belong to, and no run takes another one's.
 Samples that a method remembers are copied into the state: the site's data may change or vanish.
 """
 
