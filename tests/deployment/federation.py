@@ -28,8 +28,9 @@ BIN = Path(sys.executable).parent
 Found = TypeVar("Found")
 #: what systemd's Restart=always does
 ALWAYS = 'while :; do "$@"; sleep 3; done'
-#: a network of two addresses: this machine's, and that of a node with a network of its own
-NETWORK = ("10.213.77.1", "10.213.77.2")
+#: a network of two addresses: this machine's, and that of a node with a network of its own;
+#: another one in another process, as tests may run twice on one machine
+NETWORK = [f"10.213.{os.getpid() % 256}.{number}" for number in (1, 2)]
 
 
 def free_port() -> int:

@@ -187,7 +187,7 @@ def test_a_link_killed_is_started_again_and_the_run_resumed(federation, sites, g
 
 def test_a_slow_site_and_a_bad_one_are_left_out_and_counted(sites, gates, expected):
     """Site 2 misses the first round's deadline, site 1 sends NaN in the second."""
-    changes = (*TWO, "flower.quorum=0.6", "flower.deadline=40")
+    changes = (*TWO, "flower.quorum=0.6", "flower.deadline=60")
     gates.hold("2", 0)
     gates.spoil("1", 1)
     run = sites.submit("slow", *changes)
@@ -202,7 +202,7 @@ def test_a_slow_site_and_a_bad_one_are_left_out_and_counted(sites, gates, expect
 def test_a_round_below_the_quorum_fails_loudly_and_is_resumed(sites, gates, expected):
     gates.hold("1", 1)
     gates.hold("2", 1)
-    run = sites.submit("quorum", *TWO, "flower.deadline=40", "flower.retries=0")
+    run = sites.submit("quorum", *TWO, "flower.deadline=60", "flower.retries=0")
     wait_for(run.ended, "the run's end")
     said = " ".join(run.said().split())
     assert "round 2, train: 1 of 3 clients have answered" in said
@@ -218,7 +218,7 @@ def test_a_node_cut_off_for_some_rounds_takes_part_again(
     if not isinstance(network, Network):
         pytest.skip(f"no network namespaces here (root and iproute2 are needed): {network}")
     changes = (
-        "stream.rounds=[5]", "flower.quorum=0.6", "flower.sites=2", "flower.deadline=60",
+        "stream.rounds=[5]", "flower.quorum=0.6", "flower.sites=2", "flower.deadline=90",
     )  # fmt: skip
     before = federation.hellos("2")
     gates.hold("0", 0)
@@ -244,7 +244,7 @@ def test_a_node_cut_off_for_some_rounds_takes_part_again(
 
 
 def test_a_late_site_joins_and_one_leaves_for_good(federation, sites, gates, expected):
-    changes = ("stream.clients=4", "flower.quorum=0.6", "flower.deadline=60")
+    changes = ("stream.clients=4", "flower.quorum=0.6", "flower.deadline=90")
     gates.hold("0", 0)
     gates.hold("0", 1)
     gates.hold("3", 3)
