@@ -1,17 +1,23 @@
 # make demo: set up and compare the methods.   make test: set up, lint, types, tests.
+# make soak: an hour of a Flower federation whose processes are killed at random.
 # make bench: everfed beside other simulators (each in its own environment), docs/benchmarks.md.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench lint types clean
+.PHONY: demo test soak bench lint types clean
 
 demo: $(VENV)/.ready
 	$(BIN)/everfed compare
 
 test: lint types
 	command -v google-chrome > /dev/null || scripts/system-packages chromium
-	$(BIN)/pytest
+	scripts/system-packages iproute2
+	$(BIN)/pytest --ignore tests/deployment
+	$(BIN)/pytest tests/deployment -n 0 -v
+
+soak: $(VENV)/.ready
+	$(BIN)/python tests/deployment/soak.py $(ARGS)
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/run.py

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 import scaling
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
 BENCH = Path(os.environ.get("EVERFED_BENCH", ROOT / ".bench"))
 TORCH = "torch==2.13.0"
 #: script, and what its environment installs beside torch
@@ -163,6 +165,11 @@ def machine() -> str:
     return f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}, {TORCH}"
 
 
+def on_flower() -> str:
+    """The page's section that flower_overhead.py has written."""
+    return "".join(re.findall(r"\n## On Flower\n.*?(?=\n## |\Z)", PAGE.read_text(), re.DOTALL))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
@@ -182,7 +189,7 @@ def main() -> None:
         missing=missing(runs),
         scaling=scaling.report(ROOT / "docs" / "scaling.png"),
     )
-    (ROOT / "docs" / "benchmarks.md").write_text(text)
+    PAGE.write_text(text.rstrip() + "\n" + on_flower())
     print(text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,11 @@ import torch
 
 flwr = pytest.importorskip("flwr", reason="needs everfed[flower]")
 
-from flwr.app import Array, ArrayRecord, Context, MetricRecord, RecordDict  # noqa: E402
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict  # noqa: E402
 
 from everfed import config as configs  # noqa: E402
 from everfed.engines.flower import client_app, server_app  # noqa: E402
-from everfed.engines.site import Store  # noqa: E402
+from everfed.engines.site import RUNS, Store, run_folder  # noqa: E402
 from everfed.errors import EverfedError  # noqa: E402
 from everfed.folder import RunFolder  # noqa: E402
 from everfed.methods import METHODS  # noqa: E402
@@ -78,6 +79,10 @@ def model(folder: Path) -> np.ndarray:
 def local(path: Path, changes=()):
     made = configs.experiment(configs.read(path, list(changes)))
     return made.go(workers=1, grouping="single")
+
+
+def states(home: Path, site: str) -> list[Path]:
+    return sorted((home / "sites" / "federation" / site).glob("*/*.state"))
 
 
 def distance(a, b) -> float:
@@ -155,6 +160,34 @@ def test_a_server_that_dies_anywhere_goes_on_to_the_same_model(place, method):
         assert np.array_equal(torn, whole)
         timeless = [[r for r in log if r["metric"] != "seconds"] for log in (again, records)]
         assert timeless[0] == timeless[1]
+
+
+def test_a_run_never_takes_another_runs_states(place):
+    """A run is stopped, another one of the same federation is made, then the first goes on."""
+    changes = ["method.name=scaffold", "local.lr=0.02"]
+    whole, _, _ = federated(place, changes, folder="whole")
+
+    def die(site, message, reply):
+        if message.metadata.group_id == "2":
+            raise Crash
+        return reply
+
+    with pytest.raises(Crash):
+        federated(place, changes, die, folder="torn")
+    for name in ("b", "c"):
+        federated(place, ["method.name=scaffold", "seed=9"], folder=name)
+    torn, _, _ = federated(place, changes, folder="torn")
+    assert np.array_equal(torn, whole)
+
+
+def test_states_of_runs_long_past_are_forgotten(tmp_path):
+    made = []
+    for i in range(RUNS + 2):
+        made.append(run_folder(tmp_path, f"{i:016x}"))
+        os.utime(made[-1], (i, i))
+    assert sorted(tmp_path.iterdir()) == made[2:]
+    with pytest.raises(EverfedError, match="names its run"):
+        run_folder(tmp_path, "../elsewhere")
 
 
 def spoiled(reply, key, value):
@@ -265,6 +298,36 @@ def test_a_round_below_the_quorum_fails_loudly_and_can_be_resumed(place):
     assert np.array_equal(torn, whole)
 
 
+def test_a_node_that_died_is_given_time_to_come_back(place):
+    """The link answers for a dead node at once: that must not use up all the retries."""
+    changes = ["method.name=scaffold", "flower.quorum=1.0", "flower.deadline=5"]
+    whole, _, _ = federated(place, changes, folder="whole")
+
+    class Mortal(Loop):
+        looks = 0  # until the node is back
+
+        def get_node_ids(self):
+            self.looks -= 1
+            return [node for node in self.sites if node != 101 or self.looks < 0]
+
+        def push_messages(self, messages):
+            sent = super().push_messages(messages)
+            for message, number in zip(messages, sent, strict=True):
+                if self.looks > 0 and message.metadata.dst_node_id == 101:
+                    self.replies[number] = Message(Error(3, "Node Unavailable"), reply_to=message)
+            return sent
+
+    def die(site, message, reply):
+        if (site, message.metadata.group_id) == ("0", "1"):
+            grid.looks = 20
+        return reply
+
+    settings = {"set": ";".join(changes), "folder": str(place.parent / "torn")}
+    grid = Mortal(client_app(place), place.parent, ("0", "1", "2"), settings, die)
+    server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
+    assert np.array_equal(model(place.parent / "torn"), whole)
+
+
 def test_too_few_sites_is_an_error_that_says_so(place):
     with pytest.raises(EverfedError, match="2 of at least 3 sites"):
         federated(place, ["flower.wait=0.05"], sites=("0", "2"))
@@ -275,7 +338,7 @@ def test_a_site_that_lost_its_disk_begins_anew(place, caplog):
 
     def lose(site, message, reply):
         if site == "1" and message.metadata.group_id == "1":
-            for path in (place.parent / "sites" / "federation" / "1").iterdir():
+            for path in states(place.parent, "1"):
                 path.unlink()
         return reply
 
@@ -290,17 +353,17 @@ def test_states_are_bounded_and_can_be_encrypted(place, tmp_path):
     key.write_bytes(Fernet.generate_key())
     changes = ["method.name=cfl_coreset", "method.size=5", "stream.rounds=6"]
     plain, _, _ = federated(place, changes, folder="plain")
-    states = sorted((tmp_path / "sites" / "federation" / "1").iterdir())
-    assert 1 <= len(states) <= 7
-    assert b"memory.x" in states[-1].read_bytes()
-    for path in states:
+    kept = states(tmp_path, "1")
+    assert 1 <= len(kept) <= 7
+    assert b"memory.x" in kept[-1].read_bytes()
+    for path in kept:
         path.unlink()
     secret, _, _ = federated(place, changes, folder="secret", node_config={"store-key": str(key)})
     assert np.array_equal(plain, secret)
-    states = sorted((tmp_path / "sites" / "federation" / "1").iterdir())
-    assert b"memory.x" not in states[-1].read_bytes()
-    other = Store(states[0].parent, Fernet.generate_key().decode())
-    assert other.load(int(states[-1].stem)) is None
+    kept = states(tmp_path, "1")
+    assert b"memory.x" not in kept[-1].read_bytes()
+    other = Store(kept[0].parent, Fernet.generate_key().decode())
+    assert other.load(int(kept[-1].stem)) is None
 
 
 def test_a_late_site_joins_and_one_leaves(place):
@@ -327,6 +390,38 @@ def test_a_late_site_joins_and_one_leaves(place):
     ]
     by_round = {r: sorted(node - 100 for at, node in asked if at == r) for r in range(4)}
     assert by_round == {0: [0, 1], 1: [0, 1, 2], 2: [1, 2], 3: [1, 2]}
+
+
+def test_a_site_joins_although_rounds_last_longer_than_a_hello(place):
+    """The answer of node 102 comes while the others train, and has expired when they are done."""
+
+    class Busy(Loop):
+        hello, working = "", False
+
+        def get_node_ids(self):
+            self.working = False
+            if self.hello in self.replies:
+                request = next(m for m in self.requests if m.metadata.message_id == self.hello)
+                self.replies[self.hello] = Message(Error(1, "expired"), reply_to=request)
+                self.hello = ""
+            return super().get_node_ids()
+
+        def push_messages(self, messages):
+            sent = super().push_messages(messages)
+            for message, number in zip(messages, sent, strict=True):
+                self.working = message.metadata.message_type != "query.hello"
+                if not self.working and message.metadata.dst_node_id == 102:
+                    self.hello = number
+            return sent
+
+        def pull_messages(self, message_ids):
+            return super().pull_messages(i for i in message_ids if i != self.hello or self.working)
+
+    settings = {"set": "flower.sites=2", "folder": str(place.parent / "run")}
+    grid = Busy(client_app(place), place.parent, ("0", "1", "2"), settings)
+    server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
+    records, _ = read_records(place.parent / "run")
+    assert [r["value"] for r in records if r["metric"] == "clients"] == [2, 3, 3, 3]
 
 
 def test_data_that_live_at_the_sites(tmp_path):
@@ -380,7 +475,7 @@ size = 4
         "before",
         "after",
     ]
-    kept = Store(tmp_path / "sites" / "federation" / "oslo").load(3 * 3 + 1)
+    kept = Store(states(tmp_path, "oslo")[0].parent).load(3 * 3 + 1)
     assert kept["memory.x"].shape == (8, 4)  # 4 of each task's last data set
     with pytest.raises(EverfedError, match="live at the sites"):
         configs.experiment(configs.read(path)).go()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from logging import INFO, WARNING
@@ -29,7 +29,17 @@ from everfed import config as configs
 from everfed.client import Ask, ClientProgram
 from everfed.engines import secure
 from everfed.engines.local import Answer, LocalEngine
-from everfed.engines.site import NONE, STAGES, Answered, Samples, Site, Store, client_of
+from everfed.engines.site import (
+    NONE,
+    STAGES,
+    Answered,
+    Samples,
+    Site,
+    Store,
+    client_of,
+    run_folder,
+    run_name,
+)
 from everfed.engines.terms import Terms
 from everfed.errors import EverfedError
 from everfed.method import Method, State
@@ -49,7 +59,7 @@ def _arrays(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def _tensor(array: Array) -> Tensor:
-    return torch.from_numpy(np.array(array.numpy()))
+    return torch.from_numpy(np.require(array.numpy(), requirements=("C", "W")))
 
 
 def vectors(ask: Ask) -> dict[str, ArrayRecord]:
@@ -59,14 +69,14 @@ def vectors(ask: Ask) -> dict[str, ArrayRecord]:
     return {"model": _arrays(model), "extras": _arrays(extras)}
 
 
-def wrap(ask: Ask, token: int, shared: Mapping[str, ArrayRecord]) -> RecordDict:
-    """A request as a message's content; `token` names the client's state to go on from."""
+def wrap(ask: Ask, run: str, token: int, shared: Mapping[str, ArrayRecord]) -> RecordDict:
+    """A request as a message's content; `run` and `token` name the client's state to go on from."""
     said: dict[str, Any] = {"exchange": ask.exchange, "round": ask.round, "task": ask.task}
-    said |= {"lr": ask.lr, "parts": len(ask.down), "token": token}
+    said |= {"lr": ask.lr, "parts": len(ask.down), "run": run, "token": token}
     return RecordDict({**shared, "ask": ConfigRecord(said)})
 
 
-def unwrap(content: RecordDict) -> tuple[Ask, int]:
+def unwrap(content: RecordDict) -> tuple[Ask, str, int]:
     """The way back from `wrap`."""
     said, model = content.config_records["ask"], content.array_records["model"]
     down: list[State] = [{} for _ in range(_whole(said["parts"]))]
@@ -78,7 +88,7 @@ def unwrap(content: RecordDict) -> tuple[Ask, int]:
         exchange, _whole(said["round"]), _whole(said["task"]), float(said["lr"]),  # type: ignore[arg-type]
         _tensor(model["start"]), _tensor(model["buffers"]), down,
     )  # fmt: skip
-    return ask, _whole(said["token"])
+    return ask, str(said["run"]), _whole(said["token"])
 
 
 def _whole(value: Any) -> int:
@@ -161,6 +171,7 @@ class FlowerEngine:
     program: ClientProgram
     grid: Grid
     terms: Terms
+    run: str  #: the name of the run at the sites
     nodes: dict[int, int] = field(default_factory=dict)  #: client -> the node it is at
     greeted: dict[int, str] = field(default_factory=dict)  #: node -> message, not yet answered
     met: set[int] = field(default_factory=set)  #: nodes that have said who they are
@@ -205,24 +216,27 @@ class FlowerEngine:
             message = Message(RecordDict(), node, HELLO, ttl=self.terms.deadline)
             for sent in self.grid.push_messages([message]):
                 self.greeted[node] = sent
-        if self.greeted:
-            asked = {sent: node for node, sent in self.greeted.items()}
-            for reply in self.grid.pull_messages(list(asked)):
-                node = asked[reply.metadata.reply_to_message_id]
-                del self.greeted[node]
-                if reply.has_error():
-                    log(WARNING, f"node {node} does not say who it is: {reply.error.reason}")
-                    continue
-                try:
-                    client = client_of(str(reply.content.config_records["site"]["name"]))
-                except KeyError:
-                    log(WARNING, f"node {node} does not say who it is")
-                    continue
-                if self.nodes.get(client, node) in here - {node}:
-                    log(WARNING, f"two nodes say that they are client {client}: the newer counts")
-                self.nodes[client] = node
-                self.met.add(node)
+        self._hear(here)
         return {client for client, node in self.nodes.items() if node in here}
+
+    def _hear(self, here: set[int]) -> None:
+        """Take the answers of nodes that were asked who they are."""
+        asked = {sent: node for node, sent in self.greeted.items()}
+        for reply in self.grid.pull_messages(list(asked)) if asked else ():
+            node = asked[reply.metadata.reply_to_message_id]
+            del self.greeted[node]
+            if reply.has_error():
+                log(WARNING, f"node {node} does not say who it is: {reply.error.reason}")
+                continue
+            try:
+                client = client_of(str(reply.content.config_records["site"]["name"]))
+            except KeyError:
+                log(WARNING, f"node {node} does not say who it is")
+                continue
+            if self.nodes.get(client, node) in here - {node}:
+                log(WARNING, f"two nodes say that they are client {client}: the newer counts")
+            self.nodes[client] = node
+            self.met.add(node)
 
     # asking ----------------------------------------------------------------------------------
     def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
@@ -239,7 +253,7 @@ class FlowerEngine:
                 break
             if attempt:
                 log(WARNING, f"round {ask.round + 1}: {self._short(good, cohort, silent)}; again")
-                self._greet()
+                self._await(missing, need - len(good))
             silent = self._exchange(ask, missing, states, good, bad)
         if len(good) < need:
             raise EverfedError(
@@ -249,6 +263,12 @@ class FlowerEngine:
             )
         return self._reduced(ask, good, silent | bad)
 
+    def _await(self, clients: list[int], count: int) -> None:
+        """Give clients that are away time to come back: a dead node's error comes at once."""
+        until = time.monotonic() + self.terms.deadline
+        while len(self._greet() & set(clients)) < count and time.monotonic() < until:
+            time.sleep(self.terms.poll)
+
     def _short(self, good: Mapping[int, Any], cohort: list[int], why: Mapping[int, str]) -> str:
         reasons = "; ".join(f"client {client}: {text}" for client, text in sorted(why.items())[:3])
         return f"{len(good)} of {len(cohort)} clients have answered ({reasons})"
@@ -256,7 +276,7 @@ class FlowerEngine:
     def _exchange(
         self,
         ask: Ask,
-        clients: Iterable[int],
+        clients: list[int],
         states: Mapping[int, list[State]],
         good: dict[int, Opened],
         bad: dict[int, str],
@@ -265,14 +285,15 @@ class FlowerEngine:
         waiting: dict[str, int] = {}
         silent: dict[int, str] = {}
         shared = vectors(ask)
+        kind, group, ttl = f"train.{ask.exchange}", str(ask.round), self.terms.deadline
+        messages = []
         for client in clients:
-            content = wrap(ask, _token(states.get(client)), shared)
-            kind, group = f"train.{ask.exchange}", str(ask.round)
-            node = self.nodes[client]
-            message = Message(content, node, kind, ttl=self.terms.deadline, group_id=group)
-            sent = list(self.grid.push_messages([message]))
+            content = wrap(ask, self.run, _token(states.get(client)), shared)
+            messages.append(Message(content, self.nodes[client], kind, ttl=ttl, group_id=group))
+        # together, so that Flower hashes and sends what they share once
+        for client, sent in zip(clients, self.grid.push_messages(messages), strict=True):
             if sent:
-                waiting[sent[0]] = client
+                waiting[sent] = client
             else:
                 silent[client] = "is not connected"
         until = time.monotonic() + self.terms.deadline
@@ -288,6 +309,7 @@ class FlowerEngine:
                     good[client] = open_reply(reply.content, ask, *self._expected(ask))
                 except ValueError as error:
                     bad[client] = f"its reply {error}"
+            self._hear(set(self.nodes.values()))  # an answer expires like any other
             if waiting:
                 time.sleep(self.terms.poll)
         late = f"no answer in {self.terms.deadline:g} s"
@@ -327,7 +349,7 @@ class FlowerEngine:
                 log(WARNING, f"round {ask.round + 1}: too few for a masked sum; again")
                 self._greet()
             contents = {
-                node: wrap(ask, _token(states.get(client)), shared)
+                node: wrap(ask, self.run, _token(states.get(client)), shared)
                 for node, client in clients.items()
             }
             results = secure.play(self.grid, contents, ask.round, self.terms)
@@ -384,7 +406,7 @@ def server_app(config: str | Path, tests: Callable[[], Any] | None = None) -> Se
             secure.check(made.method)
 
         def engine(program: ClientProgram) -> FlowerEngine:
-            return FlowerEngine(program, grid, terms)
+            return FlowerEngine(program, grid, terms, run_name(folder))
 
         def tell(p: Progress) -> None:
             accuracy = "" if p.accuracy is None else f", accuracy {100 * p.accuracy:.1f} %"
@@ -423,10 +445,10 @@ def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
         made, name = _made(Path(config), context), _site(context)
         with surroundings():
             local, seed = made.options["local"], made.options["seed"]
-            stream, store = made.stream.seeded(seed), _store(context, made.terms, name)
+            ask, run, token = unwrap(message.content)
+            stream, store = made.stream.seeded(seed), _store(context, made.terms, name, run)
             held = samples or partial(rehearsed, stream)
             site = Site(name, made.method, stream, made.model, local, seed, held, store)
-            ask, token = unwrap(message.content)
             answered, masked = site.answer(ask, token), message.metadata.message_type == "train"
             if masked:
                 content = secure.wrap_masked(answered, made.method, made.terms.range)
@@ -456,8 +478,8 @@ def _site(context: Context) -> str:
     return str(name)
 
 
-def _store(context: Context, terms: Terms, name: str) -> Store:
+def _store(context: Context, terms: Terms, name: str, run: str) -> Store:
     place = str(context.node_config.get("store", os.environ.get("EVERFED_STORE", terms.store)))
     key = context.node_config.get("store-key")
     text = Path(str(key)).expanduser().read_text().strip() if key is not None else None
-    return Store(Path(place).expanduser() / terms.name / name, text)
+    return Store(run_folder(Path(place).expanduser() / terms.name / name, run), text)

@@ -1,14 +1,18 @@
 """One site of a real federation: its samples, its state on its own disk, its answers.
 
-A site's state is saved under a *token*, which grows with every exchange. The server knows which
-token it has counted and names it in the next request, so a reply that was lost, a request that came
-twice and a server that went back to an older checkpoint all lead to the state they belong to.
+A site's state is saved under its run's name and a *token*, which grows with every exchange. The
+server knows which token it has counted and names it in the next request, so a reply that was lost,
+a request that came twice and a server that went back to an older checkpoint all lead to the state
+they belong to, and no run takes another one's.
 Samples that a method remembers are copied into the state: the site's data may change or vanish.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +37,8 @@ Samples = Callable[[str, int], tuple[Array, Array]]
 
 #: states beside the one asked for; a server may go back two checkpoints of three exchanges each
 KEPT = 6
+#: runs whose states a site keeps
+RUNS = 8
 STAGES = ("probe", "train", "close")
 #: the token of a client without a state
 NONE = -1
@@ -48,6 +54,25 @@ def client_of(site: str) -> int:
     if site.isdecimal():
         return int(site)
     return 2**40 + int.from_bytes(hashlib.sha256(site.encode()).digest()[:5], "big")
+
+
+def run_name(folder: Path) -> str:
+    """The name of the run in a server's folder, by which sites tell its states from another's."""
+    path = folder / "name"
+    if not path.exists():
+        write(path, secrets.token_hex(8).encode())
+    return path.read_text()
+
+
+def run_folder(home: Path, run: str) -> Path:
+    """Where a site keeps its states of a run; those of runs long past are forgotten."""
+    if not re.fullmatch("[0-9a-f]{16}", run):
+        raise EverfedError(f"the server names its run {run!r}")
+    if not (home / run).exists():
+        (home / run).mkdir(parents=True)
+        for old in sorted(home.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-RUNS]:
+            shutil.rmtree(old)
+    return home / run
 
 
 class Store:
