@@ -1,16 +1,21 @@
-# make demo: set up and compare the methods.   make test: set up, lint, types, tests.
+# make demo: set up and compare the methods.   make test: set up, lint, types, tests, docs.
+# make docs: the documentation as a site, in site/.
 # make bench: everfed beside other simulators (each in its own environment), docs/benchmarks.md.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench lint types clean
+.PHONY: demo test docs bench lint types clean
 
 demo: $(VENV)/.ready
 	$(BIN)/everfed compare
 
 test: lint types
 	$(BIN)/pytest
+	$(MAKE) --no-print-directory docs
+
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/run.py
@@ -30,4 +35,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) build dist site src/*.egg-info

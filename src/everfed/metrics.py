@@ -1,7 +1,7 @@
 """Measures of a run, from its records alone.
 
-A[i][j] is the accuracy on task j after task i. Forgetting here is -BWT (accuracy lost since a task
-was learnt); papers that take the best earlier accuracy instead report other numbers.
+`A[i][j]` is the accuracy on task j after task i. Forgetting here is -BWT (accuracy lost since a
+task was learnt); papers that take the best earlier accuracy instead report other numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Matrix = np.ndarray
 
 
 def matrix(records: Iterable[Record], metric: str = "accuracy") -> Matrix:
-    """A[i][j] from the evaluations at the tasks' ends; NaN where there was none.
+    """`A[i][j]` from the evaluations at the tasks' ends; NaN where there was none.
 
     >>> matrix([{"metric": "accuracy", "task": 0, "on": 0, "value": 0.9, "end": True}])
     array([[0.9]])
@@ -37,7 +37,7 @@ def acc(a: Matrix) -> float:
 
 
 def _changes(a: Matrix) -> np.ndarray:
-    """What became of each task but the last: A[K][i] - A[i][i]."""
+    """What became of each task but the last: `A[K][i] - A[i][i]`."""
     return a[-1, :-1] - np.diag(a)[:-1]
 
 
