@@ -29,6 +29,35 @@ from everfed.local import Local
 from everfed.methods import METHODS
 
 HERE = Path(__file__).parent
+COLUMNS = ["key", "meaning", "type", "default"]
+LEGEND = r"""
+- **Client state**: whether a client must remember something from round to round.
+- **Exchanges**: how often a client and the server talk in a round.
+- **Boundaries**: whether the method must be told where a task ends.
+- **Traffic**: what a client receives + what it sends in a round, in models (P), measured on a tiny
+  run; *a task*: once in every task.
+- **Secure aggregation**: whether sums over clients are enough, so that the server need not see what
+  one client sent.
+
+Methods add up: `everfed.methods.special(0.1) + everfed.methods.fedprox(0.01)`.
+`everfed list methods` prints the table with every setting.
+
+## Notation
+
+| symbol | meaning |
+|---|---|
+| $w$ | the server's model, all its parameters as one vector |
+| $y$ | a client's model while it trains, beginning at $w$ |
+| $w_i$ | the model of client $i$ after its training |
+| $u_i = w_i - w$ | its update (many papers write the opposite sign) |
+| $p_i$ | its weight in the mean, by samples or the same for all; $\sum_i p_i = 1$ |
+| $u = \sum_i p_i u_i$ | the mean update |
+| $f_i$ | the loss on the data of client $i$ |
+| $\eta$, $\eta_g$ | learning rates of clients (`local.lr`) and of the server (`server_lr`) |
+| $S$, $N$ | clients in a round, and in all |
+
+Products, squares and roots of vectors are coordinate by coordinate.
+"""
 #: limits in a JSON schema
 SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -49,6 +78,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/configuration.md": configuration(),
         "reference/command_line.md": command_line(),
         "methods/index.md": overview(),
+        "reference/methods.md": builders(),
     }
     for path in sorted((HERE.parent / "examples").glob("*.py")):
         code = f'# {path.name}\n\n```python\n--8<-- "examples/{path.name}"\n```\n'
@@ -87,10 +117,10 @@ def method_page(name: str, text: str) -> str:
     title, _, rest = text.lstrip().partition("\n")
     facts = [
         f"**Name** `{name}`",
-        f"**Paper** {entry.paper}",
         *(f"**{key}** {value}" for key, value in facts_of(name).items()),
     ]
     source = Path(inspect.getsourcefile(inspect.unwrap(entry.build)) or "").name
+    facts.append("[What these mean, and notation](index.md#notation)")
     top = f"{title}\n\n{entry.what}\n\n" + "<br>\n".join(facts) + "\n{ .facts }\n"
     end = [
         "## Settings",
@@ -113,9 +143,9 @@ def facts_of(name: str) -> dict[str, str]:
 
     return {
         "Client state": yes(needs.client_state),
-        "Exchanges a round": str(needs.exchanges),
-        "Needs task boundaries": yes(needs.boundaries),
-        "Traffic down + up": listing.traffic(method),
+        "Exchanges": str(needs.exchanges),
+        "Boundaries": yes(needs.boundaries),
+        "Traffic": listing.traffic(method).replace(" P", "\u00a0P"),
         "Secure aggregation": yes(needs.secure_aggregation),
     }
 
@@ -123,11 +153,9 @@ def facts_of(name: str) -> dict[str, str]:
 def overview() -> str:
     """All methods in one table."""
     lines = [
+        "---\nhide: [toc]\n---",
         "# Methods",
-        "What each asks of a federation. Traffic is what one client receives and sends in a round, "
-        "in models (P), measured on a tiny run; *a task* is added once in every task. A method "
-        "with *secure aggregation* needs only sums over clients, never one client's own numbers. "
-        "Which to take: [Choosing a method](../choosing.md).",
+        "What each asks of a federation. Which to take: [Choosing a method](../choosing.md).",
     ]
     rows = []
     for name, entry in sorted(METHODS.items()):
@@ -136,10 +164,14 @@ def overview() -> str:
         rows.append([link, entry.what, *facts_of(name).values()])
     head = ["", "what it does", *(key.lower() for key in facts_of("fedavg"))]
     lines.append(_table(head, rows))
-    lines.append(
-        "Methods add up: `everfed.methods.special(0.1) + everfed.methods.fedprox(0.01)`. "
-        "`everfed list methods` prints this table with every setting."
-    )
+    lines.append(LEGEND)
+    return "\n\n".join(lines)
+
+
+def builders() -> str:
+    """The functions that build the methods."""
+    lines = ["# Methods", "What they do is on [their pages](../methods/index.md)."]
+    lines += [f"::: {METHODS[name].build.__module__}.{name}" for name in sorted(METHODS)]
     return "\n\n".join(lines)
 
 
@@ -211,10 +243,10 @@ def _settings_table(build: Callable[..., Any], prefix: str = "") -> str:
     hints = typing.get_type_hints(build, include_extras=True)
     meaning = arguments(build)
     rows = [
-        [f"`{prefix}{name}`", kind(hints[name]), _default(p.default), meaning.get(name, "")]
+        [f"`{prefix}{name}`", meaning.get(name, ""), kind(hints[name]), _default(p.default)]
         for name, p in configs.settings(build).items()
     ]
-    return _table(["key", "type", "default", ""], rows) if rows else ""
+    return _table(COLUMNS, rows) if rows else ""
 
 
 def _model_table(model: type, prefix: str, only: list[str] | None = None) -> str:
@@ -224,9 +256,9 @@ def _model_table(model: type, prefix: str, only: list[str] | None = None) -> str
     for name, schema in TypeAdapter(model).json_schema()["properties"].items():
         if only is None or name in only:
             text = own.members[name].docstring
-            cells = [_words(schema), _default(schema.get("default")), text.value if text else ""]
+            cells = [text.value if text else "", _words(schema), _default(schema.get("default"))]
             rows.append([f"`{prefix}{name}`", *cells])
-    return _table(["key", "type", "default", ""], rows)
+    return _table(COLUMNS, rows)
 
 
 def kind(annotation: Any) -> str:

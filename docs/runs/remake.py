@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import elec2
-import evolving
 import numpy as np
 
+import elec2
+import evolving
 from everfed.compare import collect
 from everfed.metrics import Summary, summarise
 

@@ -79,16 +79,16 @@ def rounds_to_best(records: Iterable[Record], metric: str = "accuracy") -> float
 class Summary:
     """One run in numbers."""
 
-    acc: float
-    bwt: float
-    forgetting: float
-    worst_drop: float
-    rounds_to_best: float
-    seconds: float
-    mb_sent: float
-    dropped_updates: int
-    lost_rounds: int
-    empty_clients: int
+    acc: float  #: mean accuracy over all tasks at the end
+    bwt: float  #: backward transfer
+    forgetting: float  #: -BWT
+    worst_drop: float  #: on one earlier task
+    rounds_to_best: float  #: summed over tasks
+    seconds: float  #: of all rounds, with their tests
+    mb_sent: float  #: to and from clients
+    dropped_updates: int  #: clients' updates that could not be used
+    lost_rounds: int  #: rounds without any usable update
+    empty_clients: int  #: times that a client in a cohort had no samples
 
 
 def summarise(records: Sequence[Record]) -> Summary:

@@ -21,9 +21,9 @@ from everfed.errors import EverfedError
 class Recipe:
     """A model that is built when a run starts."""
 
-    name: str
-    build: Callable[[], nn.Module] = field(repr=False, compare=False)
-    sizes: tuple[Any, ...] = ()
+    name: str  #: in records
+    build: Callable[[], nn.Module] = field(repr=False, compare=False)  #: makes the module
+    sizes: tuple[Any, ...] = ()  #: what the recipe was called with
 
     def __call__(self) -> nn.Module:
         return self.build()

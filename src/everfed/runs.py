@@ -50,10 +50,10 @@ class Progress:
     """Where a run is, told after every round."""
 
     round: int  #: rounds done
-    rounds: int
-    task: str
+    rounds: int  #: in all
+    task: str  #: its name
     accuracy: float | None  #: mean over the tasks seen so far
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  #: what went wrong in the round
 
 
 @dataclass

@@ -27,14 +27,14 @@ class Data:
     (samples,). Images are (samples, channels, height, width).
     """
 
-    name: str
-    x: Tensor
-    y: Tensor
+    name: str  #: in messages and records
+    x: Tensor  #: inputs, (samples, ...)
+    y: Tensor  #: labels, (samples,)
     train: np.ndarray  #: indices of training samples
     test: np.ndarray  #: indices of test samples
     task: np.ndarray | None = None  #: task (domain) of each sample
     client: np.ndarray | None = None  #: owner of each sample
-    tasks: tuple[str, ...] = ("all",)
+    tasks: tuple[str, ...] = ("all",)  #: names of the tasks
 
     @cached_property
     def classes(self) -> int:
