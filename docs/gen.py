@@ -102,6 +102,10 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     def show(found: re.Match[str]) -> str:
         tag, latex = found[1], html.unescape(found[2]).strip()
         made = convert(latex, display="block" if tag == "div" else "inline")
+        if "\\" in made or "&amp;" in made:  # what it does not know, it lets through
+            raise PluginError(f"{page.file.src_uri}: an equation is not understood: {latex}")
+        norm = "&#x02016;"  # it grows with what stands beside it unless told not to
+        made = made.replace(f"<mo>{norm}", f'<mo stretchy="false">{norm}')
         return f'<{tag} class="math">{made}</{tag}>'
 
     pattern = r'<(div|span) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>'
@@ -256,7 +260,9 @@ def _model_table(model: type, prefix: str, only: list[str] | None = None) -> str
     for name, schema in TypeAdapter(model).json_schema()["properties"].items():
         if only is None or name in only:
             text = own.members[name].docstring
-            cells = [text.value if text else "", _words(schema), _default(schema.get("default"))]
+            if text is None:
+                raise PluginError(f"{own.path}.{name}: say what it means, in a #: comment")
+            cells = [text.value, _words(schema), _default(schema.get("default"))]
             rows.append([f"`{prefix}{name}`", *cells])
     return _table(COLUMNS, rows)
 
