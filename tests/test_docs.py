@@ -10,6 +10,7 @@ import tomllib
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,6 @@ class Block:
     language: str
     title: str | None
     text: str
-    fails: bool
 
 
 def blocks(page: str) -> list[Block]:
@@ -36,7 +36,7 @@ def blocks(page: str) -> list[Block]:
     for info, text in re.findall(r"^```(.*)\n([\s\S]*?)^```$", (DOCS / page).read_text(), re.M):
         title = re.search(r'title="(.*?)"', info)
         language = info.split()[0] if info else ""
-        out.append(Block(language, title and title[1], text, "expect-error" in info))
+        out.append(Block(language, title and title[1], text))
     return out
 
 
@@ -51,7 +51,7 @@ def play(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     session, said = {"__name__": "__main__"}, ""
-    for block in blocks(page):
+    for block, after in pairwise([*blocks(page), Block("", None, "")]):
         if block.title:
             Path(block.title).write_text(block.text)
         elif block.language == "sh":
@@ -59,7 +59,8 @@ def play(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 ["bash", "-ec", block.text], capture_output=True, text=True, timeout=300
             )
             said = done.stdout + done.stderr
-            assert (done.returncode != 0) == block.fails, f"{block.text}\n{said}"
+            wanted = after.text.startswith("error:")  # the page shows how a mistake is told
+            assert (done.returncode != 0) == wanted, f"{block.text}\n{said}"
         elif block.language == "python":
             with redirect_stdout(StringIO()) as out:
                 exec(compile(block.text, page, "exec"), session)

@@ -38,10 +38,10 @@ def compare(name: str) -> dict[str, list[Summary]]:
     if name == "elec2":
         elec2.main()
     folder = Path("runs/docs") / name
-    everfed = [sys.executable, "-m", "everfed"]
-    begun = ["resume", folder] if (folder / "compare.json").exists() else None
-    words = begun or ["compare", HERE / f"{name}.toml", "--folder", folder]
-    subprocess.run([*everfed, *words, "--jobs", "1"], check=True)
+    words = ["compare", f"{HERE / name}.toml", "--folder", str(folder)]
+    if (folder / "compare.json").exists():
+        words = ["resume", str(folder)]
+    subprocess.run([sys.executable, "-m", "everfed", *words, "--jobs", "1"], check=True)
     runs = collect([folder])
     if name == "domains":
         shown = {method: [run.records for run in runs[method]] for method in SHOWN}
