@@ -14,10 +14,7 @@ from everfed.streams.partition import split
 
 METHODS = {
     "fedavg": ef.methods.fedavg(),
-    "fedprox": ef.methods.fedprox(mu=0.1),
     "fedavgm": ef.methods.fedavgm(beta=0.5),
-    "mimelite": ef.methods.mimelite(),
-    "scaffold": ef.methods.scaffold(),
     "fedeve": ef.methods.fedeve(),
     "cfl_regularization": ef.methods.cfl_regularization(),
     "cfl_coreset": ef.methods.cfl_coreset(size=100),
@@ -26,7 +23,7 @@ SEEDS = (0, 1, 2)
 
 
 class Evolving(ef.Stream):
-    def __init__(self, data: ef.data.Data, seed: int = 0, rounds: int = 200) -> None:
+    def __init__(self, data: ef.data.Data, seed: int = 0, rounds: int = 100) -> None:
         self.data, self.clients, self.rounds, self.seed = data, 7, rounds, seed
         labels = data.y[data.train].numpy()
         self.parts = [data.train[part] for part in split(labels, 210, 0.1, seed)]
@@ -46,6 +43,6 @@ def runs() -> dict[str, list[ef.Run]]:
     model, local = ef.models.mlp(784, 200, 10), ef.Local(lr=0.05)
 
     def run(method: ef.Method, seed: int) -> ef.Run:
-        return ef.run(method, stream, model, local=local, seed=seed, test_every=10, workers=1)
+        return ef.run(method, stream, model, local=local, seed=seed, test_every=100, workers=1)
 
     return {name: [run(method, seed) for seed in SEEDS] for name, method in METHODS.items()}
