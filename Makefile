@@ -1,11 +1,12 @@
-# make demo: set up and compare the methods.   make test: set up, lint, types, tests.
+# make demo: set up and compare the methods.   make test: set up, lint, types, tests, docs.
+# make docs: the documentation as a site, in site/.
 # make soak: an hour of a Flower federation whose processes are killed at random.
 # make bench: everfed beside other simulators (each in its own environment), docs/benchmarks.md.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test soak bench lint types clean
+.PHONY: demo test docs soak bench lint types clean
 
 demo: $(VENV)/.ready
 	$(BIN)/everfed compare
@@ -15,6 +16,10 @@ test: lint types
 	scripts/system-packages iproute2
 	$(BIN)/pytest --ignore tests/deployment
 	$(BIN)/pytest tests/deployment -n 0 -v
+	$(MAKE) --no-print-directory docs
+
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 soak: $(VENV)/.ready
 	$(BIN)/python tests/deployment/soak.py $(ARGS)
@@ -37,4 +42,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) build dist site src/*.egg-info

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.text import Text
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from everfed.compare import Entry
     from everfed.runs import Progress as RoundProgress
 
+typer.core.HAS_RICH = False  # help is plain text, in which rich's escapes would be seen
 app = typer.Typer(
     name="everfed",
     help="Train one model across many clients whose data keep changing.",

@@ -43,7 +43,11 @@ class ConfigError(EverfedError):
 
 # what a configuration may name --------------------------------------------------------------
 def _mlp(d: Data, hidden: Sequence[PositiveInt] = (128,)) -> models.Recipe:
-    """Dense layers with ReLU; `hidden` are the widths between inputs and outputs."""
+    """Dense layers with ReLU.
+
+    Args:
+        hidden: widths of the layers between inputs and outputs.
+    """
     return models.mlp(d.x[0].numel(), *hidden, d.classes)
 
 
@@ -53,7 +57,11 @@ def _lenet(d: Data) -> models.Recipe:
 
 
 def _cnn(d: Data, width: PositiveInt = 16) -> models.Recipe:
-    """Two 3x3 convolutions with pooling and a hidden dense layer."""
+    """Two 3x3 convolutions with pooling and a hidden dense layer.
+
+    Args:
+        width: channels of the first convolution; the second has twice as many.
+    """
     return models.cnn(*_image(d), d.classes, width)
 
 
@@ -92,23 +100,31 @@ class Compare(BaseModel):
     """What `everfed compare` runs."""
 
     model_config = ConfigDict(extra="forbid")
-    methods: list[str] = Field(["fedavg", "special"], min_length=1)
-    seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)
+    methods: list[str] = Field(["fedavg", "special"], min_length=1)  #: methods by name
+    seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)  #: each method runs once a seed
 
 
 class Config(BaseModel):
     """A whole configuration."""
 
     model_config = ConfigDict(extra="forbid")
+    #: decides every random choice: first weights, splits, cohorts, batches
     seed: NonNegativeInt = 0
     #: clients drawn each round; left out: all that are online
     sample: PositiveInt | None = None
+    #: rounds from test to test (the last round of a task is always tested)
     test_every: PositiveInt = 1
+    #: processes that train clients; a comparison gives every run one
     workers: PositiveInt | Literal["auto"] = "auto"
+    #: train clients one by one or many at a time; the results are equal up to rounding
     grouping: Grouping = "auto"
+    #: of the model's numbers
     precision: Precision = "float32"
+    #: as torch names it ("cpu", "cuda:0"); "auto" takes an accelerator where there is one
     device: str = "auto"
+    #: shortest time between two checkpoints
     checkpoint_seconds: float = Field(5.0, ge=0)
+    #: folder of data files; left out: the environment's EVERFED_DATA
     data_dir: str | None = None
     #: where records are copied to: tensorboard, mlflow, wandb
     log: list[loggers.Name] = []

@@ -27,22 +27,24 @@ class Local:
     0.1
     """
 
-    lr: Positive = 0.05
-    epochs: PositiveInt = 1
+    lr: Positive = 0.05  #: learning rate
+    epochs: PositiveInt = 1  #: passes over the client's data in a round
     #: a fixed number of optimiser steps instead of `epochs`
     steps: PositiveInt | None = None
-    batch: PositiveInt = 32
+    batch: PositiveInt = 32  #: samples in a step
+    #: begins anew with every client and round
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    momentum: Fraction = 0.0
-    nesterov: bool = False
-    weight_decay: NonNegativeFloat = 0.0
+    momentum: Fraction = 0.0  #: of sgd
+    nesterov: bool = False  #: Nesterov's form of the momentum
+    weight_decay: NonNegativeFloat = 0.0  #: pull of all weights to 0
     #: Adam's and AdamW's moments
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    eps: Positive = 1e-8
+    eps: Positive = 1e-8  #: Adam's and AdamW's smallest divisor
     #: largest norm of the gradient that is stepped along
     clip: Positive | None = None
     #: learning rate over rounds: lr, lr * decay^round, a cosine to 0, or lr / sqrt(round + 1)
     schedule: Literal["constant", "exponential", "cosine", "sqrt"] = "constant"
+    #: of the exponential schedule
     decay: Annotated[float, Field(gt=0, le=1)] = 0.96
     #: start the schedule anew at every task
     reset: bool = True

@@ -39,23 +39,23 @@ class Context(Protocol):
     down: Mapping[str, Tensor]  #: the extras this part sent
     mine: Mapping[str, Tensor]  #: this part's own client state, (clients, ...) in a group
     scratch: dict[str, Any]  #: kept for one local phase, only where `Part.batched` is False
-    round: int
-    task: int
-    seed: int
+    round: int  #: from 0
+    task: int  #: from 0
+    seed: int  #: the run's; for `everfed.chance.rng`
     client: int  #: the client's id; only in hooks called client by client
     clients: list[int]  #: the ids of the group's clients, in the order of rows
     block: int  #: which of its local data sets the client holds in this round
     ids: np.ndarray  #: its current samples, without anything replayed; client by client
     n: Tensor  #: number of current samples, (clients, 1)
     weight: Tensor  #: weight in the mean (n, or 1 if uniform), (clients, 1)
-    local: Local
+    local: Local  #: how clients train
     lr: float  #: the round's learning rate
     step: int  #: local steps done so far
     steps: Tensor  #: local steps of the whole phase, (clients, 1)
     epoch_ends: Tensor  #: whether this step was an epoch's last, (clients, 1)
     pieces: list[np.ndarray]  #: the cut data, where batches are components (`Part.components`)
     component: int  #: which of the pieces this batch is
-    layout: Layout
+    layout: Layout  #: which slice of the vector each parameter is
     known: Tensor | None  #: classes of earlier tasks (bool, (classes,)); None: all of them
 
     def gradient(self, w: Tensor, ids: np.ndarray | None = None) -> Tensor:
@@ -88,13 +88,13 @@ class Context(Protocol):
 class Reduced:
     """The cohort's uploads, reduced; `r["key"]` is the part's own upload of that name."""
 
-    values: Mapping[str, Tensor]
+    values: Mapping[str, Tensor]  #: the part's uploads
     w: Tensor  #: the server's model before the round, (d,)
     n: int  #: clients whose replies count
     weight: float  #: the sum of their weights
     population: int  #: clients there are
-    round: int
-    task: int
+    round: int  #: from 0
+    task: int  #: from 0
     #: mean over coordinates of the cohort's variance around the (weighted) mean update
     spread: Tensor | None = None
     exchanges: int = 1  #: of which the round was made
@@ -253,10 +253,10 @@ class Part:
 class Needs:
     """What a method asks of a federation."""
 
-    client_state: bool
-    exchanges: int
-    boundaries: bool
-    secure_aggregation: bool
+    client_state: bool  #: clients must remember something from round to round
+    exchanges: int  #: in a round
+    boundaries: bool  #: it must be told where a task ends
+    secure_aggregation: bool  #: sums over clients are enough
 
 
 @dataclass(frozen=True, init=False)
@@ -267,8 +267,8 @@ class Method:
     'fedavg'
     """
 
-    parts: tuple[Part, ...] = ()
-    average: Average = "samples"
+    parts: tuple[Part, ...] = ()  #: in the order in which they act
+    average: Average = "samples"  #: weights of clients: by their samples, or "uniform"
     name: str = field(default="fedavg", compare=False)
 
     def __init__(self, *parts: Part, average: Average = "samples", name: str | None = None) -> None:
@@ -306,14 +306,17 @@ class Method:
 
     @cached_property
     def batched(self) -> bool:
+        """Whether clients may be trained several at once."""
         return all(part.batched for part in self.parts)
 
     @cached_property
     def components(self) -> bool:
+        """Whether batches are components of a fixed cut."""
         return any(part.components for part in self.parts)
 
     @property
     def needs(self) -> Needs:
+        """What the method asks of a federation."""
         reductions = [kind for part in self.parts for kind in part.reduces.values()]
         return Needs(
             client_state=any(part.stateful for part in self.parts),

@@ -1,7 +1,7 @@
 """Measures of a run, from its records alone.
 
-A[i][j] is the accuracy on task j after task i. Forgetting here is -BWT (accuracy lost since a task
-was learnt); papers that take the best earlier accuracy instead report other numbers.
+`A[i][j]` is the accuracy on task j after task i. Forgetting here is -BWT (accuracy lost since a
+task was learnt); papers that take the best earlier accuracy instead report other numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Matrix = np.ndarray
 
 
 def matrix(records: Iterable[Record], metric: str = "accuracy") -> Matrix:
-    """A[i][j] from the evaluations at the tasks' ends; NaN where there was none.
+    """`A[i][j]` from the evaluations at the tasks' ends; NaN where there was none.
 
     >>> matrix([{"metric": "accuracy", "task": 0, "on": 0, "value": 0.9, "end": True}])
     array([[0.9]])
@@ -37,7 +37,7 @@ def acc(a: Matrix) -> float:
 
 
 def _changes(a: Matrix) -> np.ndarray:
-    """What became of each task but the last: A[K][i] - A[i][i]."""
+    """What became of each task but the last: `A[K][i] - A[i][i]`."""
     return a[-1, :-1] - np.diag(a)[:-1]
 
 
@@ -79,16 +79,16 @@ def rounds_to_best(records: Iterable[Record], metric: str = "accuracy") -> float
 class Summary:
     """One run in numbers."""
 
-    acc: float
-    bwt: float
-    forgetting: float
-    worst_drop: float
-    rounds_to_best: float
-    seconds: float
-    mb_sent: float
-    dropped_updates: int
-    lost_rounds: int
-    empty_clients: int
+    acc: float  #: mean accuracy over all tasks at the end
+    bwt: float  #: backward transfer
+    forgetting: float  #: -BWT
+    worst_drop: float  #: on one earlier task
+    rounds_to_best: float  #: summed over tasks
+    seconds: float  #: of all rounds, with their tests
+    mb_sent: float  #: to and from clients
+    dropped_updates: int  #: clients' updates that could not be used
+    lost_rounds: int  #: rounds without any usable update
+    empty_clients: int  #: times that a client in a cohort had no samples
 
 
 def summarise(records: Sequence[Record]) -> Summary:

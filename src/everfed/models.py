@@ -21,16 +21,20 @@ from everfed.errors import EverfedError
 class Recipe:
     """A model that is built when a run starts."""
 
-    name: str
-    build: Callable[[], nn.Module] = field(repr=False, compare=False)
-    sizes: tuple[Any, ...] = ()
+    name: str  #: in records
+    build: Callable[[], nn.Module] = field(repr=False, compare=False)  #: makes the module
+    sizes: tuple[Any, ...] = ()  #: what the recipe was called with
 
     def __call__(self) -> nn.Module:
         return self.build()
 
 
 def mlp(*widths: int) -> Recipe:
-    """Dense layers with ReLU between them: inputs, hidden widths, outputs."""
+    """Dense layers with ReLU between them.
+
+    Args:
+        *widths: inputs, hidden layers, outputs; inputs of any shape are flattened.
+    """
     if len(widths) < 2 or min(widths) < 1:
         raise EverfedError(f"mlp needs the widths of inputs, hidden layers and outputs: {widths}")
 
@@ -44,7 +48,13 @@ def mlp(*widths: int) -> Recipe:
 
 
 def lenet(channels: int = 1, size: int = 28, classes: int = 10) -> Recipe:
-    """LeNet5: two 5x5 convolutions with pooling, three dense layers."""
+    """LeNet5: two 5x5 convolutions with pooling, three dense layers.
+
+    Args:
+        channels: of the images.
+        size: their height and width, at least 16.
+        classes: outputs.
+    """
     side = (size - 4) // 2
     side = (side - 4) // 2
     if side < 1:
@@ -63,7 +73,14 @@ def lenet(channels: int = 1, size: int = 28, classes: int = 10) -> Recipe:
 
 
 def cnn(channels: int = 3, size: int = 32, classes: int = 10, width: int = 16) -> Recipe:
-    """A small convolutional network: two 3x3 blocks with pooling, one hidden dense layer."""
+    """A small convolutional network: two 3x3 blocks with pooling, one hidden dense layer.
+
+    Args:
+        channels: of the images.
+        size: their height and width, at least 4.
+        classes: outputs.
+        width: channels of the first convolution; the second has twice as many.
+    """
     side = size // 4
     if side < 1:
         raise EverfedError(f"cnn needs images of at least 4 pixels, not {size}")
@@ -99,7 +116,12 @@ class Residual(nn.Module):
 
 
 def resnet18(channels: int = 3, classes: int = 10) -> Recipe:
-    """ResNet-18 for 32x32 images, with GroupNorm (statistics of clients are not mixed)."""
+    """ResNet-18 for 32x32 images, with GroupNorm (statistics of clients are not mixed).
+
+    Args:
+        channels: of the images.
+        classes: outputs.
+    """
 
     def build() -> nn.Module:
         stages: list[nn.Module] = []

@@ -58,32 +58,33 @@ class Progress:
     """Where a run is, told after every round."""
 
     round: int  #: rounds done
-    rounds: int
-    task: str
+    rounds: int  #: in all
+    task: str  #: its name
     accuracy: float | None  #: mean over the tasks seen so far
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  #: what went wrong in the round
 
 
 @dataclass
 class Run:
     """A finished run: `acc`, `bwt`, `matrix`, `records`, and the trained `model`."""
 
-    records: list[Record]
-    tasks: tuple[str, ...]
-    vector: Tensor
-    model: nn.Module
-    engine: str
-    folder: Path | None = None
+    records: list[Record]  #: every measurement: round, task, metric, value
+    tasks: tuple[str, ...]  #: names of the tasks
+    vector: Tensor  #: the trained parameters, (d,)
+    model: nn.Module  #: the trained module, on the CPU, in evaluation mode
+    engine: str  #: what computed it
+    folder: Path | None = None  #: where it is kept
     notes: tuple[str, ...] = ()  #: what was found when the run was resumed
     warnings: tuple[str, ...] = ()  #: the first of what went wrong in rounds
 
     @property
     def matrix(self) -> np.ndarray:
-        """Accuracy on task j after task i."""
+        """Accuracy on task j after task i, (tasks, tasks)."""
         return metrics.matrix(self.records)
 
     @property
     def summary(self) -> Summary:
+        """All measures at once."""
         return metrics.summarise(self.records)
 
     @property
@@ -98,10 +99,12 @@ class Run:
 
     @property
     def forgetting(self) -> float:
+        """Accuracy lost on earlier tasks: -BWT."""
         return metrics.forgetting(self.matrix)
 
     @property
     def worst_drop(self) -> float:
+        """The largest loss of accuracy on one earlier task (negative)."""
         return metrics.worst_drop(self.matrix)
 
     def __repr__(self) -> str:
@@ -132,16 +135,31 @@ def run(
 ) -> Run:
     """Train `model` with `method` on `stream`.
 
-    `sample` clients are drawn each round (None: all that are online). `loss` takes outputs and
-    targets and gives one loss a sample. With a `folder` the run is kept on disk, checkpointed
-    every `checkpoint_seconds`, and goes on where it was with `resume=True` (bit-identical to a run
-    that was never interrupted). `loggers` of `everfed.loggers` get a copy of the records. `engine`
-    makes another engine than the local one.
-
     >>> import everfed as ef
     >>> stream = ef.streams.domains(ef.data.digits(["plain", "inverted"]), rounds=2)
     >>> run(ef.methods.fedavg(), stream, ef.models.mlp(64, 32, 10), sample=4).matrix.shape
     (2, 2)
+
+    Args:
+        method: one of `everfed.methods`, a sum of them, or a `Method` of parts.
+        stream: who holds which samples in which round.
+        model: a module, or what builds one (then its weights are drawn from the seed).
+        local: how clients train.
+        sample: clients drawn each round; None: all that are online.
+        seed: decides every random choice.
+        loss: takes outputs and targets and gives one loss a sample, (samples,).
+        folder: where to keep the run; None: only in memory.
+        resume: go on with the run in `folder`, bit-identical to one that was never interrupted.
+        test_every: rounds from test to test.
+        workers: processes that train clients.
+        grouping: train clients one by one ("single") or many at a time ("batched").
+        precision: of the model's numbers.
+        device: as torch names it, or "auto".
+        checkpoint_seconds: shortest time between two checkpoints.
+        on_round: told after every round where the run is.
+        loggers: of `everfed.loggers`; they get a copy of the records.
+        config: the configuration to keep in the folder, for `everfed resume`.
+        engine: makes another engine than the local one.
     """
     settings = local or Local()
     _check_options(method, stream, sample, seed, test_every, workers, precision, grouping)

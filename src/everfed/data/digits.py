@@ -39,6 +39,9 @@ def digits(domains: Sequence[str] = ("plain", "inverted", "rotated", "occluded")
 
     >>> digits(["plain"])
     Data(digits: 1437 train, 360 test, 1x8x8, 10 classes, tasks plain)
+
+    Args:
+        domains: some of plain, inverted, rotated, occluded and flipped, in order.
     """
     from sklearn.datasets import load_digits
 

@@ -110,8 +110,11 @@ def npz(
 ) -> Data:
     """Arrays from an .npz file: x_train, y_train, x_test, y_test, or x and y (a fifth is held out).
 
-    `client` and `task` name further arrays with one whole number a sample (with _train and _test
-    where x has them).
+    Args:
+        file: its path, in the data folder if it is relative.
+        folder: the data folder; left out: the environment's EVERFED_DATA.
+        client: name of the array with every sample's owner (_train and _test are added as to x).
+        task: name of the array with every sample's task, likewise.
     """
     path = Path(file).expanduser()
     if not path.is_absolute():

@@ -27,14 +27,14 @@ class Data:
     (samples,). Images are (samples, channels, height, width).
     """
 
-    name: str
-    x: Tensor
-    y: Tensor
+    name: str  #: in messages and records
+    x: Tensor  #: inputs, (samples, ...)
+    y: Tensor  #: labels, (samples,)
     train: np.ndarray  #: indices of training samples
     test: np.ndarray  #: indices of test samples
     task: np.ndarray | None = None  #: task (domain) of each sample
     client: np.ndarray | None = None  #: owner of each sample
-    tasks: tuple[str, ...] = ("all",)
+    tasks: tuple[str, ...] = ("all",)  #: names of the tasks
 
     @cached_property
     def classes(self) -> int:
@@ -94,8 +94,16 @@ def arrays(
     >>> len(data.train), len(data.test), data.classes
     (4, 2, 2)
 
-    Without `test` the training samples are tested on. Byte images may be (samples, height, width)
-    or (samples, height, width, channels).
+    Args:
+        x: inputs, (samples, ...); byte images may be (samples, height, width) or (samples, height,
+            width, channels).
+        y: labels, (samples,): whole numbers from 0 on, or floats for a loss of one's own.
+        test: inputs and labels to test on; left out: the training samples.
+        task: the task of every sample, counted from 0.
+        test_task: the task of every test sample.
+        client: the owner of every sample, counted from 0.
+        tasks: names of the tasks.
+        name: what messages and records call the data.
     """
     xs, ys = _inputs(x), _labels(y)
     if len(xs) != len(ys):
@@ -131,14 +139,26 @@ def arrays(
 
 
 def sites(shape: Sequence[PositiveInt] = (1, 28, 28), classes: PositiveInt = 10) -> Data:
-    """Samples that live at the sites of a federation: only their shape and classes are known."""
+    """Samples that live at the sites of a federation: only their shape and classes are known.
+
+    Args:
+        shape: of one sample; images are channels, height, width.
+        classes: how many there are.
+    """
     nothing = np.zeros(0, dtype=np.int64)
     example = torch.zeros(1, *shape)
     return Data("sites", example, torch.tensor([classes - 1]), np.zeros(1, dtype=np.int64), nothing)
 
 
 def from_dataset(dataset: Any, test: Any = None, *, name: str = "dataset", **columns: Any) -> Data:
-    """A data set from torch `Dataset` objects of (input, label); they are read once, in order."""
+    """A data set from torch `Dataset` objects of (input, label); they are read once, in order.
+
+    Args:
+        dataset: the training samples.
+        test: the test samples.
+        name: what messages and records call the data.
+        **columns: task, test_task, client and tasks, as `arrays` takes them.
+    """
 
     def read(source: Any) -> tuple[Tensor, Tensor]:
         pairs = [source[i] for i in range(len(source))]

@@ -61,5 +61,11 @@ def cfl_coreset(
     choice: Literal["naive", "herding"] = "naive",
     average: Average = "uniform",
 ) -> Method:
-    """Replay of a small core set of every data set a client has met."""
+    """Replay of a small core set of every data set a client has met.
+
+    Args:
+        size: samples kept of each data set.
+        choice: "naive" draws them at random, "herding" keeps close to the class means of features.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(CoreSet(size, choice), average=average, name="cfl_coreset")

@@ -128,7 +128,20 @@ def cfl_regularization(
     mu: NonNegativeFloat = 0.0,
     average: Average = "uniform",
 ) -> Method:
-    """Taylor approximations of past objectives; `mu` adds FedProx."""
+    """Taylor approximations of past objectives.
+
+    Args:
+        curvature: "fisher", or "hutchinson" for the Hessian's own diagonal.
+        layers: "top" (the last two), "all", or a table of layers with their strengths.
+        buffer: Taylor series that the server keeps.
+        weights: "beta" (the strengths of the layers) or "theory" (Theorem 4.1).
+        d2: for "theory", the time drift's variance.
+        r2: for "theory", the squared information loss.
+        probes: random vectors for "hutchinson".
+        clamp: set negative curvature to 0.
+        mu: strength of a FedProx pull, which is added.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     taylor = Taylor(curvature, layers, buffer, weights, d2, r2, probes, clamp)
     parts = (taylor, Prox(mu)) if mu else (taylor,)
     return Method(*parts, average=average, name="cfl_regularization")

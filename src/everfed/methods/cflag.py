@@ -204,7 +204,13 @@ class CFlag(Track):
 
 @register("On the Convergence of Continual Federated Learning (FedLin with IAG)")
 def fedtrack(iag: bool = True, average: Average = "samples") -> Method:
-    """Gradient tracking: local steps along the global gradient, in two exchanges."""
+    """Gradient tracking: local steps along the global gradient, in two exchanges.
+
+    Args:
+        iag: a table of the batches' gradients, of which each step renews one; false: the gradient
+            of the step's batch.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(Track(iag), average=average, name="fedtrack")
 
 
@@ -220,6 +226,19 @@ def cflag(
     draw: PositiveInt = 200,
     average: Average = "samples",
 ) -> Method:
-    """Replay memory with incremental aggregated gradients and adaptive rates."""
+    """Replay memory with incremental aggregated gradients and adaptive rates.
+
+    Args:
+        alpha: the step along the memory's gradient; left out: the learning rate.
+        lipschitz: the paper's L; adaptive rates need alpha < 1/lipschitz.
+        adaptive: rates of the "average" case, of the "worst" case, or "off".
+        clip: the largest adaptive rate, in learning rates; inf takes the guards away.
+        printed: scale the drift correction by the adaptive rate, as the paper prints it.
+        iag: a table of the batches' gradients, of which each step renews one; false: the gradient
+            of the step's batch.
+        memory: samples that a client keeps of each task.
+        draw: samples of the memory for its gradient in a round.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     part = CFlag(iag, alpha, lipschitz, adaptive, clip, printed, memory, draw)
     return Method(part, average=average, name="cflag")

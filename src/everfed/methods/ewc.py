@@ -54,5 +54,11 @@ class Elastic(Part):
 def ewc(
     lam: NonNegativeFloat = 100.0, decay: NonNegativeFloat = 1.0, average: Average = "samples"
 ) -> Method:
-    """A pull to the last task's model where the Fisher information is large."""
+    """A pull to the last task's model where the Fisher information is large.
+
+    Args:
+        lam: strength of the pull.
+        decay: how much of the earlier tasks' Fisher information is kept at a task's end.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(Elastic(lam, decay), average=average, name="ewc")

@@ -31,6 +31,11 @@ class ServerRate(Part):
 
 @register("McMahan et al. 2017")
 def fedavg(server_lr: PositiveFloat = 1.0, average: Average = "samples") -> Method:
-    """The mean of the clients' models."""
+    """The mean of the clients' models.
+
+    Args:
+        server_lr: the server's step along the mean update.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     parts = () if server_lr == 1 else (ServerRate(server_lr),)
     return Method(*parts, average=average, name="fedavg")

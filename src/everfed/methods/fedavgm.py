@@ -50,6 +50,14 @@ def fedavgm(
     reset: bool = False,
     average: Average = "samples",
 ) -> Method:
-    """FedAvg with momentum on the server; `reset` forgets it at a task's end."""
+    """FedAvg with momentum on the server.
+
+    Args:
+        beta: how much of the momentum is kept from round to round.
+        server_lr: the server's step along the momentum.
+        nesterov: Nesterov's form instead of the heavy ball.
+        reset: forget the momentum at a task's end.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     part = ServerMomentum(beta, server_lr, nesterov, reset)
     return Method(part, average=average, name="fedavgm")

@@ -78,5 +78,12 @@ def fedeve(
     reset: bool = False,
     average: Average = "samples",
 ) -> Method:
-    """A Kalman filter between the server's prediction and the cohort's update."""
+    """A Kalman filter between the server's prediction and the cohort's update.
+
+    Args:
+        server_lr: the server's step along the momentum.
+        q_mode: period drift from the surprise ("innovation", the paper's) or from the whole update.
+        reset: forget momentum and variance at a task's end.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(FedEve(server_lr, q_mode, reset), average=average, name="fedeve")

@@ -61,6 +61,11 @@ class Nova(Part):
 
 @register("Wang et al. 2020")
 def fednova(mu: NonNegativeFloat = 0.0, average: Average = "samples") -> Method:
-    """FedAvg for clients that do unequal numbers of steps."""
+    """FedAvg for clients that do unequal numbers of steps.
+
+    Args:
+        mu: strength of a FedProx pull, which is added.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     parts = (Prox(mu), Nova(mu)) if mu else (Nova(),)
     return Method(*parts, average=average, name="fednova")

@@ -63,7 +63,14 @@ def fedadagrad(
     reset: bool = False,
     average: Average = "samples",
 ) -> Method:
-    """Adagrad on the server."""
+    """Adagrad on the server.
+
+    Args:
+        server_lr: the server's step; what matters most.
+        tau: added to the root of the second moment, which begins at its square.
+        reset: forget the moments at a task's end.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     part = ServerAdaptive("adagrad", server_lr, beta1=0.0, tau=tau, reset=reset)
     return Method(part, average=average, name="fedadagrad")
 
@@ -77,7 +84,16 @@ def fedadam(
     reset: bool = False,
     average: Average = "samples",
 ) -> Method:
-    """Adam on the server."""
+    """Adam on the server.
+
+    Args:
+        server_lr: the server's step; what matters most.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        tau: added to the root of the second moment, which begins at its square.
+        reset: forget the moments at a task's end.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     part = ServerAdaptive("adam", server_lr, beta1, beta2, tau, reset)
     return Method(part, average=average, name="fedadam")
 
@@ -91,6 +107,15 @@ def fedyogi(
     reset: bool = False,
     average: Average = "samples",
 ) -> Method:
-    """Yogi on the server."""
+    """Yogi on the server.
+
+    Args:
+        server_lr: the server's step; what matters most.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        tau: added to the root of the second moment, which begins at its square.
+        reset: forget the moments at a task's end.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     part = ServerAdaptive("yogi", server_lr, beta1, beta2, tau, reset)
     return Method(part, average=average, name="fedyogi")

@@ -27,5 +27,10 @@ class Prox(Part):
 
 @register("Li et al. 2020")
 def fedprox(mu: NonNegativeFloat = 0.1, average: Average = "samples") -> Method:
-    """FedAvg with a pull of local training to the model received."""
+    """FedAvg with a pull of local training to the model received.
+
+    Args:
+        mu: strength of the pull.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(Prox(mu), average=average, name="fedprox")

@@ -55,5 +55,11 @@ class Distil(Part):
 def lwf(
     lam: NonNegativeFloat = 3.0, temperature: PositiveFloat = 2.0, average: Average = "samples"
 ) -> Method:
-    """Distillation from the previous task's model."""
+    """Distillation from the previous task's model.
+
+    Args:
+        lam: weight of the distillation.
+        temperature: how much both models' outputs are softened.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(Distil(lam, temperature), average=average, name="lwf")

@@ -56,5 +56,11 @@ class MimeLite(Part):
 
 @register("Karimireddy et al. 2021")
 def mimelite(beta: Fraction = 0.01, reset: bool = False, average: Average = "uniform") -> Method:
-    """Server momentum applied in every local step, without client state."""
+    """Server momentum applied in every local step, without client state.
+
+    Args:
+        beta: weight of the momentum in a step, and how much of it is kept.
+        reset: forget the momentum at a task's end.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(MimeLite(beta, reset), average=average, name="mimelite")

@@ -78,5 +78,11 @@ class Scaffold(Part):
 
 @register("Karimireddy et al. 2020")
 def scaffold(option: Literal[1, 2] = 2, reset: bool = True, average: Average = "uniform") -> Method:
-    """Control variates that take the client drift out of local steps."""
+    """Control variates that take the client drift out of local steps.
+
+    Args:
+        option: a client's new variate: 1 its gradient at the model received, 2 read off its steps.
+        reset: set all variates to zero at a task's end.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(Scaffold(option, reset), average=average, name="scaffold")

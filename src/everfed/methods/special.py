@@ -75,7 +75,13 @@ def special(
     server_lr: PositiveFloat | Literal["1/task"] = "1/task",
     average: Average = "uniform",
 ) -> Method:
-    """A server-side anchor at the previous task's model."""
+    """A server-side anchor at the previous task's model.
+
+    Args:
+        lam: strength of the pull to the anchor.
+        server_lr: the server's step before the pull; "1/task": 1/k in the k-th task.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(ServerRate(server_lr), Anchor(lam), average=average, name="special")
 
 
@@ -85,5 +91,11 @@ def special_c(
     server_lr: PositiveFloat | Literal["1/task"] = 1.0,
     average: Average = "uniform",
 ) -> Method:
-    """SPECIAL's anchor at the clients."""
+    """SPECIAL's anchor at the clients.
+
+    Args:
+        lam: strength of the pull to the anchor, after every epoch.
+        server_lr: the server's step; "1/task": 1/k in the k-th task.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(ServerRate(server_lr), ClientAnchor(lam), average=average, name="special_c")

@@ -33,11 +33,20 @@ def domains(
     seed: int | None = None,
 ) -> Stream:
     """Domain after domain with a fixed label set: task i is the data's i-th task, split over the
-    clients with label skew; `rounds` a domain.
+    clients with label skew.
 
     >>> from everfed.data import digits
     >>> domains(digits(), clients=8, rounds=10).tasks
     ('plain', 'inverted', 'rotated', 'occluded')
+
+    Args:
+        data: samples with a task column.
+        clients: how many there are.
+        alpha: Dirichlet concentration of every class over clients: small is skewed, 0.1 very much
+            so; None or inf: equal random parts.
+        rounds: rounds of each domain.
+        order: the domains to play, in order; left out: as the data list them.
+        seed: of the split; left out: the run's seed.
     """
     _positive(clients=clients, rounds=rounds)
     if data.task is None:
@@ -68,8 +77,20 @@ def classes(
 ) -> Stream:
     """New classes with every task, in an order drawn from the seed.
 
-    `head` is "class" (no task identity: all classes seen so far compete) or "task" (the identity
-    is known: only the task's own classes compete).
+    >>> from everfed.data import digits
+    >>> classes(digits(["plain"]), tasks=5, seed=0).tasks[0]
+    'classes 2 7'
+
+    Args:
+        data: samples with classes.
+        tasks: how many; the number of classes must be a multiple of it.
+        clients: how many there are.
+        alpha: Dirichlet concentration of every class over clients: small is skewed, 0.1 very much
+            so; None or inf: equal random parts.
+        rounds: rounds of each task.
+        head: "class": all classes seen so far compete, in training and in tests; "task": a sample's
+            task is known, and only that task's classes compete.
+        seed: of the class order and the split; left out: the run's seed.
     """
     _positive(clients=clients, rounds=rounds, tasks=tasks)
     if data.classes % tasks:
@@ -105,7 +126,16 @@ def static(
     rounds: int = 50,
     seed: int | None = None,
 ) -> Stream:
-    """Data that stand still: one task, split once over the clients with label skew."""
+    """Data that stand still: one task, split once over the clients with label skew.
+
+    Args:
+        data: samples; a task column is ignored.
+        clients: how many there are.
+        alpha: Dirichlet concentration of every class over clients: small is skewed, 0.1 very much
+            so; None or inf: equal random parts.
+        rounds: how many there are.
+        seed: of the split; left out: the run's seed.
+    """
     _positive(clients=clients, rounds=rounds)
     sets = ((data.train, data.test),)
     _check_split(data, ("all",), sets, clients, alpha)
@@ -166,7 +196,12 @@ class Given(Stream):
 
 
 def given(data: Data, *, rounds: int = 20) -> Stream:
-    """Natural owners: every sample stays with the client (and in the task) that the data name."""
+    """Natural owners: every sample stays with the client (and in the task) that the data name.
+
+    Args:
+        data: samples with a client column.
+        rounds: rounds of each task.
+    """
     _positive(rounds=rounds)
     if data.client is None:
         raise EverfedError(f"{data.name} has no client column; use streams.static or domains")

@@ -59,9 +59,16 @@ def sites(
     head: Head = "shared",
     classes: Sequence[Sequence[int]] | None = None,
 ) -> Stream:
-    """Data that live at the sites of a federation; `rounds` of each task, `clients` expected.
+    """Data that live at the sites of a federation: only the calendar is known.
 
-    Where classes arrive task by task (`head`), `classes` lists those that each task brings.
+    Args:
+        data: what samples look like, `data.sites`.
+        clients: sites that are expected.
+        rounds: rounds of each task.
+        tasks: their names; left out: task 1, task 2, ...
+        head: "shared": one label set for all tasks; "class" or "task": classes arrive task by
+            task, and compete with all seen, or with those of their own task only.
+        classes: with such a head, the classes that each task brings.
     """
     names = tuple(tasks or (f"task {k + 1}" for k in range(len(rounds))))
     if len(names) != len(rounds):

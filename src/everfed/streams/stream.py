@@ -27,11 +27,12 @@ class Stream(ABC):
     Rounds, tasks and clients count from 0. Everything is computed when asked for.
     """
 
-    data: Data
-    clients: int
-    rounds: int
+    data: Data  #: the table that `samples` and `test` give indices of
+    clients: int  #: how many there are
+    rounds: int  #: how many there are
     #: rounds of each task, in order; their sum is `rounds`
     task_rounds: tuple[int, ...] | None = None
+    #: "class" or "task" where classes arrive task by task
     head: Head = "shared"
     #: the classes that each task brings, where they arrive task by task
     task_classes: tuple[tuple[int, ...], ...] | None = None
