@@ -108,19 +108,29 @@ def evolving(
     stride: int | None = None,
     seed: int | None = None,
 ) -> Stream:
-    """Label distributions that change every round: training data are cut into `subsets` for each
-    client with label skew, and in a round a client holds one of its own.
-
-    `split` "one" cuts all data into clients x subsets parts, "two" first over clients and then each
-    client's over time; `prior` makes the Dirichlet's concentration alpha in total, in proportion to
-    the classes, instead of alpha each (far more skewed). `order` "drawn" takes a subset at random
-    each round, "window" moves a window of a subset's length over all subsets by `stride` samples a
-    round, "fresh" gives every client new data each round: clients without an identity. Samples
-    without classes are skewed by blocks in their order.
+    """Label distributions that change every round: training data are cut into subsets with label
+    skew, some for each client, and in a round a client holds one of its own (the CFL paper's
+    stream). Samples without classes are skewed by blocks in their order.
 
     >>> from everfed.data import digits
     >>> evolving(digits(["plain"]), clients=4, subsets=5, rounds=10).samples(0, 0).shape
     (71,)
+
+    Args:
+        data: samples; a task column is ignored.
+        clients: how many there are.
+        subsets: of each client.
+        alpha: Dirichlet concentration: small is skewed.
+        rounds: how many there are.
+        split: "one": all data are cut into clients x subsets parts; "two": first over clients, then
+            each client's over time, which makes clients one-sided for good.
+        prior: whether alpha is the total concentration, shared out by the classes' sizes (far more
+            skewed), instead of that of each class.
+        order: "drawn": one of its subsets at random each round; "window": a window of a subset's
+            length moves over all of them; "fresh": new data from all each round, for clients
+            without an identity.
+        stride: samples by which a window moves on each round; left out: its length.
+        seed: of the split and the draws; left out: the run's seed.
     """
     for name, value in {"clients": clients, "subsets": subsets, "rounds": rounds}.items():
         if value < 1:
