@@ -1,6 +1,6 @@
 """Makes the tables and figures of docs/choosing.md again, each in its own folder of runs/docs.
 
-python docs/runs/remake.py [NAME ...]    all, or some of domains, classes, ..., evolving
+python docs/runs/remake.py [NAME ...]    all, or some of domains, classes, ...
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 import elec2
-import evolving
 from everfed.compare import collect
 from everfed.metrics import Summary, summarise
 from everfed.report.figure import comparison as figure
@@ -21,16 +20,12 @@ from everfed.report.figure import comparison as figure
 HERE = Path(__file__).parent
 #: the methods in the figure; all of them would be a tangle
 SHOWN = ("fedavg", "special", "ewc", "lwf", "cflag", "cfl_coreset")
-NAMES = [path.stem for path in sorted(HERE.glob("*.toml"))] + ["evolving"]
+NAMES = [path.stem for path in sorted(HERE.glob("*.toml"))]
 
 
 def main(names: Sequence[str]) -> None:
     for name in names:
-        if name == "evolving":
-            results = {m: [run.summary for run in own] for m, own in evolving.runs().items()}
-        else:
-            results = compare(name)
-        (HERE / "results" / f"{name}.md").write_text(table(results))
+        (HERE / "results" / f"{name}.md").write_text(table(compare(name)))
 
 
 def compare(name: str) -> dict[str, list[Summary]]:

@@ -134,6 +134,16 @@ def test_a_method_gives_the_local_engines_model(methods, method):
     assert distance(run.finish(600), app.local(*changes)) < 1e-5
 
 
+def test_masked_sums_give_the_same_models(methods):
+    """Under SecAgg+ the server sees sums only; uploads are rounded to 2^-21 of their range."""
+    app, _ = methods
+    more = ("method.average=uniform", "flower.secure=true")
+    changes = {name: (f"method.name={name}", *more) for name in ("fedavg", "special", "fedeve")}
+    runs = {name: app.submit(f"masked-{name}", *own) for name, own in changes.items()}
+    for name, run in runs.items():
+        assert distance(run.finish(600), app.local(*changes[name])) < 2e-5, name
+
+
 def test_a_key_that_is_not_registered_is_refused(federation):
     federation.start_node("stranger")
     refused = "Failed to activate SuperNode"

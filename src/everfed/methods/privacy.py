@@ -39,8 +39,6 @@ from everfed.vector import Layout
 @lru_cache(maxsize=4096)
 def epsilon(noise: float, releases: int, delta: float) -> float:
     """The privacy loss of that many Gaussian releases."""
-    if noise == 0:
-        return float("inf")
     from dp_accounting import dp_event, rdp  # an extra, and slow to import
 
     accountant = rdp.RdpAccountant()
@@ -123,7 +121,7 @@ class Privacy(Part):
 
     def metrics(self, s: State) -> dict[str, float]:
         releases = int(s["releases"] + s["boundaries"])
-        return {"epsilon": epsilon(self.noise, releases, self.delta)}
+        return {"epsilon": epsilon(self.noise, releases, self.delta)} if self.noise else {}
 
 
 @register("McMahan et al. 2018")
@@ -134,6 +132,15 @@ def privacy(
     delta: Fraction = 1e-5,
     secret: bool = True,
 ) -> Method:
-    """Differential privacy of clients: uploads of bounded norm, and Gaussian noise."""
+    """Differential privacy of clients: uploads of bounded norm, and Gaussian noise.
+
+    Args:
+        clip: C, the norm to which all that a client uploads in an exchange is cut.
+        noise: z, the noise's standard deviation in units of `clip`; 0: none, and no privacy.
+        where: "central": the server adds noise to the sum; "local": every client to its upload.
+        delta: at which epsilon is recorded.
+        secret: whether the noise comes from the system's generator; false: from the run's seed, so
+            that runs repeat, for experiments only.
+    """
     part = Privacy(clip, noise, where, delta, secret)
     return Method(part, average="uniform", name="privacy")

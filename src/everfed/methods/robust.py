@@ -94,23 +94,43 @@ class Bound(Part):
 
 @register("Yin et al. 2018")
 def median(average: Average = "samples") -> Method:
-    """Each coordinate's median over the clients."""
+    """Each coordinate's median over the clients.
+
+    Args:
+        average: of no account to the median, but to what it is added to.
+    """
     return Method(Trimmed(), average=average, name="median")
 
 
 @register("Yin et al. 2018")
 def trimmed_mean(share: Share = 0.2, average: Average = "samples") -> Method:
-    """Each coordinate's mean without the largest and the smallest share of clients."""
+    """Each coordinate's mean without the largest and the smallest share of clients.
+
+    Args:
+        share: of clients that is left out at either end.
+        average: of no account to the trimmed mean, but to what it is added to.
+    """
     return Method(Trimmed(share), average=average, name="trimmed_mean")
 
 
 @register("Blanchard et al. 2017")
 def krum(bad: NonNegativeInt = 1, keep: PositiveInt = 1, average: Average = "samples") -> Method:
-    """The clients nearest to their neighbours; `keep` of them (multi-Krum), `bad` may be."""
+    """The mean of the updates that lie nearest to the others.
+
+    Args:
+        bad: how many clients may send anything.
+        keep: how many updates are averaged: 1 is Krum, more is multi-Krum.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(Krum(bad, keep), average=average, name="krum")
 
 
 @register("Sun et al. 2019")
 def norm_bound(clip: PositiveFloat = 1.0, average: Average = "samples") -> Method:
-    """The mean of updates that are cut to a norm."""
+    """The mean of updates that are cut to a norm.
+
+    Args:
+        clip: the norm.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
     return Method(Bound(clip), average=average, name="norm_bound")

@@ -110,6 +110,8 @@ PANELS: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
      {"gamma": ""}),
     ("Transference and interference", "C-FLAG: clients whose steps help or harm the memory", False,
      {"transference": "transference", "interference": "interference"}),
+    ("Privacy spent", "epsilon at the method's delta, over all exchanges so far", False,
+     {"epsilon": ""}),
     ("Round weights", "CFL, Theorem 4.1: of the present round and of each past one", False,
      {"weight_now": "present", "weight_past": "each past"}),
     ("Information loss", "CFL: between past gradients and their approximations", True,
