@@ -120,28 +120,30 @@ METHODS = {
 
 
 @pytest.fixture(scope="module")
-def methods(federation):
+def rehearsal(federation):
+    return federation.app("rehearsal", REHEARSAL)
+
+
+@pytest.fixture(scope="module")
+def methods(rehearsal):
     """All of them at once on one federation: sites keep their states apart."""
-    app = federation.app("rehearsal", REHEARSAL)
     changes = {name: (f"method.name={name}", *more) for name, more in METHODS.items()}
-    return app, {name: (app.submit(name, *own), own) for name, own in changes.items()}
+    return {name: (rehearsal.submit(name, *own), own) for name, own in changes.items()}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_gives_the_local_engines_model(methods, method):
-    app, runs = methods
-    run, changes = runs[method]
-    assert distance(run.finish(600), app.local(*changes)) < 1e-5
+def test_a_method_gives_the_local_engines_model(rehearsal, methods, method):
+    run, changes = methods[method]
+    assert distance(run.finish(600), rehearsal.local(*changes)) < 1e-5
 
 
-def test_masked_sums_give_the_same_models(methods):
+def test_masked_sums_give_the_same_models(rehearsal):
     """Under SecAgg+ the server sees sums only; uploads are rounded to 2^-21 of their range."""
-    app, _ = methods
-    more = ("method.average=uniform", "flower.secure=true")
+    more = ("method.average=uniform", "flower.secure=true", "data.domains=['plain']")
     changes = {name: (f"method.name={name}", *more) for name in ("fedavg", "special", "fedeve")}
-    runs = {name: app.submit(f"masked-{name}", *own) for name, own in changes.items()}
+    runs = {name: rehearsal.submit(f"masked-{name}", *own) for name, own in changes.items()}
     for name, run in runs.items():
-        assert distance(run.finish(600), app.local(*changes[name])) < 2e-5, name
+        assert distance(run.finish(600), rehearsal.local(*changes[name])) < 2e-5, name
 
 
 def test_a_key_that_is_not_registered_is_refused(federation):
