@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 import elec2
-from everfed.compare import collect
 from everfed.metrics import Summary, summarise
-from everfed.report.figure import comparison as figure
+from everfed.records import collect
+from everfed.report.figure import comparison
+from everfed.report.page import gather
 
 HERE = Path(__file__).parent
 #: the methods in the figure; all of them would be a tangle
@@ -39,8 +40,7 @@ def compare(name: str) -> dict[str, list[Summary]]:
     subprocess.run([sys.executable, "-m", "everfed", *words, "--jobs", "1"], check=True)
     runs = collect([folder])
     if name == "domains":
-        shown = {method: [run.records for run in runs[method]] for method in SHOWN}
-        figure(shown, runs["fedavg"][0].tasks, HERE.parent / "domains.png")
+        comparison(gather({method: runs[method] for method in SHOWN}), HERE.parent / "domains.png")
     return {m: [summarise(run.records) for run in own] for m, own in runs.items()}
 
 
