@@ -74,6 +74,7 @@ ROWS = {
                                      {"layers": "all", "buffer": 5, "weights": "theory",
                                       "d2": 2.0, "r2": 0.5}, reference.cfl_reg_theory,
                                      {"curvature": "fisher", "D2": 2.0, "R2": 0.5, "buffer": 5}),
+    "cfl_regularization auto": Row(methods.cfl_regularization, {"buffer": 9, "weights": "auto"}),
     "cflag": Row(methods.cflag, FLAG | {"iag": False, "printed": False}, reference.cflag,
                  FLAG_REFERENCE | {"adaptive": "average"}),
     "cflag off": Row(methods.cflag, FLAG | {"iag": False, "adaptive": "off"}, reference.cflag,

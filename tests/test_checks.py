@@ -162,6 +162,36 @@ def test_taylor_compression_is_exact():
     assert (down["h"] * w + down["c"]).tolist() == pytest.approx([0.25, -1.5])
 
 
+def test_auto_finds_the_drift_of_a_noisy_quadratic():
+    """Gradients w - c_ti with c_ti = delta_i + xi_ti: D^2 = |xi|^2 = 4, G^2 = 1; curvature is
+    constant, so Hutchinson's series are exact, nothing is lost and all rounds weigh alike."""
+    random = np.random.default_rng(0)
+    clients, rounds, d = 10, 20, 20
+    delta = random.normal(0, np.sqrt(1 / d), (clients, 1, d))
+    tasks = [
+        [(np.ones((1, d)), own + random.normal(0, np.sqrt(4 / d), (1, d))) for own in delta]
+        for _ in range(rounds)
+    ]
+    method = methods.cfl_regularization("hutchinson", "all", buffer=10**4, weights="auto")
+    game = Game(method, tasks, rounds=1, local=Local(lr=0.1, steps=2, batch=8))
+    game.play_all()
+    d2, r2 = game.fed.parts[0]["constants"].tolist()
+    assert d2 == pytest.approx(4, rel=0.1)  # a standard error is 0.025: 19 * 10 * 20 residuals
+    assert r2 == pytest.approx(0, abs=1e-10)
+    _, down = method.parts[0].send(game.fed.parts[0], game.fed.w)
+    assert float(down["now"]) == pytest.approx(1 / (rounds + 1))
+
+
+def test_auto_measures_what_a_series_loses():
+    """f = (w - 4)^2 / 2 from 0 with one step of 0.1: w^ = 0.4, g = -3.6, Fisher h = 12.96. At 0
+    the series says g - 0.4 h = -8.784, and the gradient is -4."""
+    one = [[(np.ones((1, 1)), np.full((1, 1), 4.0))]]
+    method = methods.cfl_regularization(layers="all", weights="auto")
+    game = Game(method, one, rounds=1, local=Local(lr=0.1, steps=1, batch=8))
+    game.play()
+    assert game.fed.parts[0]["lost"].item() == pytest.approx((8.784 - 4) ** 2)
+
+
 def test_fisher_is_the_mean_of_squares():
     """The square of the mean gradient, a common bug, would be (0.44, 0)."""
     # gradients a (w - c) at w = 0 are (1,-2), (-1,2), (2,0)

@@ -8,8 +8,8 @@ from scipy.optimize import minimize
 from typer.testing import CliRunner
 
 from everfed.cli import app
-from everfed.theory import nqm
-from everfed.theory.drift import estimate
+from everfed.theory import nqm, rates
+from everfed.theory.drift import estimate, scattered
 from everfed.theory.weights import bounded, correlated, independent
 
 
@@ -149,3 +149,60 @@ def test_on_the_command_line():
     assert told.exit_code == 0
     assert "reproduced" in told.stdout
     assert "not reproduced" not in told.stdout
+
+
+def test_drift_of_changing_cohorts():
+    """Each round has its own clients; the mean of many estimates is the truth."""
+    random = np.random.default_rng(0)
+    found = []
+    for _ in range(60):
+        delta = random.normal(0, 2, (12, 30))
+        drawn = delta + random.normal(0, 1, (40, 12, 30)) + random.normal(0, 5, (40, 1, 30))
+        some = np.concatenate([t * 12 + random.choice(12, 4, replace=False) for t in range(40)])
+        drift = scattered(drawn.reshape(-1, 30)[some], some % 12, some // 12)
+        found.append((drift.client - ((delta - delta.mean(0)) ** 2).sum() / 11, drift.time - 30))
+    error = np.std(found, axis=0) / np.sqrt(60)
+    assert (np.abs(np.mean(found, axis=0)) < 4 * error).all()
+
+
+def test_drift_of_the_same_cohort_or_of_strangers():
+    random = np.random.default_rng(0)
+    drawn = random.normal(0, 2, (12, 30)) + random.normal(0, 1, (40, 12, 30))
+    flat, who, when = drawn.reshape(-1, 30), np.tile(np.arange(12), 40), np.repeat(range(40), 12)
+    whole, same = estimate(drawn), scattered(flat, who, when)
+    assert (same.client, same.time) == pytest.approx((whole.client, whole.time))
+    strangers = scattered(flat, np.arange(480), when)  # nobody comes twice
+    assert (strangers.client, strangers.time) == pytest.approx((0, whole.client + whole.time))
+
+
+@pytest.mark.parametrize(
+    ("client", "time", "loss", "stateful", "once"),
+    [(0.25, 4, 1, 1.05, 0.809524), (1, 1, 1, 1.5, 0.666667)],
+)
+def test_variance_of_the_rates(client, time, loss, stateful, once):
+    k = rates.Constants(1, client=client, time=time, loss=loss)
+    assert rates.VARIANCE["CFL"](k) == pytest.approx(stateful, abs=1e-6)
+    assert rates.VARIANCE["CFL, clients seen once"](k) == pytest.approx(once, abs=1e-6)
+
+
+@pytest.mark.parametrize("convex", [0.0, 0.5])
+def test_a_worthless_past_gives_fedavg_and_a_perfect_one_takes_the_time_drift_away(convex):
+    def needed(method, **changes):
+        given = {"client": 0.5, "time": 3.0, "noise": 2.0, "convex": convex} | changes
+        return rates.rounds(method, rates.Constants(0.1, clients=5, steps=4, **given))
+
+    assert needed("CFL", loss=1e12) == pytest.approx(needed("FedAvg"))
+    assert needed("CFL", loss=0.0) == pytest.approx(needed("FedAvg", time=0.0))
+    assert needed("CFL", loss=1.0, correlation=1.0) == pytest.approx(
+        needed("CFL", loss=1.0, time=2.0)
+    )
+    assert needed("FedAvg", noise=0.0, client=0.0, time=0.0) == pytest.approx(
+        1 / convex if convex else 10
+    )
+
+
+def test_rounds_on_the_command_line():
+    result = CliRunner().invoke(app, ["theory", "rounds", "0.1", "--time", "4", "--loss", "1"])
+    lines = dict(line.rsplit(maxsplit=1) for line in result.output.splitlines()[:3])
+    assert float(lines["FedAvg"]) == pytest.approx(410)  # 1 / 0.1 + 4 / 0.01
+    assert float(lines["CFL"]) == pytest.approx(90)  # 1 / 0.1 + 0.8 / 0.01

@@ -309,6 +309,32 @@ def theory_weights(
         print(f"{p:.6f}")
 
 
+@theory.command("rounds")
+def theory_rounds(
+    epsilon: Annotated[float, typer.Argument(help="The accuracy to reach.")],
+    time: Annotated[float, typer.Option(help="D², the time drift's variance.")] = 0.0,
+    client: Annotated[float, typer.Option(help="G², the client drift's variance.")] = 0.0,
+    loss: Annotated[float, typer.Option(help="R², the squared information loss.")] = 0.0,
+    correlation: Annotated[float, typer.Option(help="F², the time drift's correlation.")] = 0.0,
+    noise: Annotated[float, typer.Option(help="Variance of stochastic gradients.")] = 0.0,
+    clients: Annotated[int, typer.Option(help="In a round.")] = 1,
+    steps: Annotated[int, typer.Option(help="Local steps of a client in a round.")] = 1,
+    convex: Annotated[float, typer.Option(help="Strong convexity, mu; 0: only convex.")] = 0.0,
+    smooth: Annotated[float, typer.Option(help="Smoothness, L.")] = 1.0,
+    distance: Annotated[float, typer.Option(help="Squared distance to the optimum.")] = 1.0,
+) -> None:
+    """The order of rounds to reach an accuracy (CFL, Table 1), to compare methods with."""
+    from everfed.theory import rates
+
+    k = rates.Constants(epsilon, clients, steps, noise, client, time, loss, correlation,
+                        smooth, convex, distance)  # fmt: skip
+    found = {name: rates.rounds(name, k) for name in rates.VARIANCE}
+    for name, value in (found | rates.earlier(k)).items():
+        print(f"{name:30} {value:12.5g}")
+    print(f"Orders, without constant factors; CFL up to a bias that grows with R². They hold for "
+          f"local learning rates up to {rates.largest_rate(k):.3g}.")  # fmt: skip
+
+
 flower = typer.Typer(
     help="Real federations: a Flower app, and the keys of its sites.", no_args_is_help=True
 )

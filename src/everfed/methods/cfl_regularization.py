@@ -11,6 +11,10 @@ The server keeps the latest 40 of them, of all clients, on the chosen layers. Si
 clients upload (h, g - h w^) and the server sends the two vectors H and c: exact, and small.
 weights = "beta":   loss + sum over layers of beta_l * mean_b f~_b      (the experiments)
 weights = "theory": p_t loss + sum_tau p_tau f~_tau, p of Theorem 4.1   (on the chosen layers)
+weights = "auto":   the same with D^2 and R^2 estimated (not in the paper): every kept series tells
+what its round's gradient would be at the server's model, so D^2 is how a client's gradients differ
+from round to round there; for R^2 a client measures how wrong its own series is at the model that
+it received, one more gradient a round.
 """
 
 from __future__ import annotations
@@ -26,8 +30,9 @@ from everfed.errors import EverfedError
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.fedprox import Prox
 from everfed.methods.registry import register
+from everfed.theory.drift import scattered
 from everfed.theory.weights import independent
-from everfed.vector import Layout, Slot
+from everfed.vector import Layout, Slot, sq
 
 Layers = Literal["top", "all"] | dict[str, float]
 
@@ -49,11 +54,11 @@ def chosen(layers: Layers, layout: Layout) -> list[tuple[Slot, float]]:
 class Taylor(Part):
     """Second-order memories of past objectives, compressed to two vectors."""
 
-    reduces = {"h": "stack", "c": "stack"}
+    reduces = {"h": "stack", "c": "stack", "who": "stack", "lost": "stack"}
     curvature: Literal["fisher", "hutchinson"] = "fisher"
     layers: Layers = "top"
     buffer: PositiveInt = 40
-    weights: Literal["beta", "theory"] = "beta"
+    weights: Literal["beta", "theory", "auto"] = "beta"
     #: Theorem 4.1's D^2 (time drift) and R^2 (information loss)
     d2: PositiveFloat = 1.0
     r2: NonNegativeFloat = 1.0
@@ -61,15 +66,15 @@ class Taylor(Part):
     clamp: bool = True
 
     def init(self, w: Tensor, layout: Layout) -> State:
-        chosen(self.layers, layout)
-        return {}
+        slots = chosen(self.layers, layout)
+        return {"cuts": torch.tensor([(slot.start, slot.stop) for slot, _ in slots])}
 
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
-        if not s:
+        if "h" not in s:
             return w, {}
-        rounds, at, entries = torch.unique(s["round"], return_inverse=True, return_counts=True)
-        if self.weights == "theory":
-            past, now = independent(len(rounds) + 1, self.d2, self.r2)
+        _, at, entries = torch.unique(s["round"], return_inverse=True, return_counts=True)
+        if self.weights != "beta":
+            past, now = self._weights(s)
             p = past / entries[at].to(w)  # a round's weight is shared by its entries
         else:
             p, now = torch.full_like(s["h"][:, 0], 1 / len(s["h"])), 1.0
@@ -82,7 +87,7 @@ class Taylor(Part):
         for slot, beta in chosen(self.layers, c.layout):
             cut, here = slice(slot.start, slot.stop), slice(at, at + slot.stop - slot.start)
             own, strength = g[..., cut], beta
-            if self.weights == "theory":
+            if self.weights != "beta":
                 own, strength = own.mul_(c.down["now"]), 1.0
             own.addcmul_(c.down["h"][here], w[..., cut], value=strength)
             own.add_(c.down["c"][here], alpha=strength)
@@ -101,18 +106,43 @@ class Taylor(Part):
         def take(v: Tensor) -> Tensor:
             return torch.cat([v[..., slot.start : slot.stop] for slot in slots], -1)
 
-        return update, {"h": take(h), "c": take(constant)}, {}
+        uploads = {"h": take(h), "c": take(constant)}
+        if self.weights == "auto":
+            start = c.start.expand_as(w)
+            uploads["lost"] = sq(take(h * start + constant - c.gradient(start)))
+            uploads["who"] = torch.tensor(c.clients)[:, None]
+        return update, uploads, {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        new = {"h": r["h"], "c": r["c"], "round": torch.full((len(r["h"]),), r.round)}
-        kept = {key: torch.cat([s[key], new[key]]) if s else new[key] for key in new}
-        return update, {key: value[-self.buffer :] for key, value in kept.items()}
+        new = dict(r.values) | {"round": torch.full((len(r["h"]),), r.round)}
+        kept = {key: torch.cat([s[key], new[key]]) if "h" in s else new[key] for key in new}
+        state = {"cuts": s["cuts"]} | {key: value[-self.buffer :] for key, value in kept.items()}
+        if self.weights == "auto":
+            state["constants"] = self._estimate(state, r.w)
+        return update, state
+
+    def _estimate(self, s: State, w: Tensor) -> Tensor:
+        """D^2 and R^2 from the kept series, at w; errors of the series drift from round to round
+        as well, so they are taken off."""
+        at = torch.cat([w[start:stop] for start, stop in s["cuts"].tolist()])
+        gradients = (s["h"] * at + s["c"]).double().cpu().numpy()
+        drift = scattered(gradients, s["who"][:, 0].numpy(), s["round"].numpy())
+        lost = float(s["lost"].mean())
+        return torch.tensor([max(drift.time - lost, 0.0), lost], dtype=torch.float64)
+
+    def _weights(self, s: State) -> tuple[float, float]:
+        """Of each past round and of the one that comes next, Theorem 4.1."""
+        d2, r2 = s["constants"].tolist() if self.weights == "auto" else (self.d2, self.r2)
+        return independent(len(s["round"].unique()) + 1, d2, r2)
 
     def metrics(self, s: State) -> dict[str, float]:
-        if self.weights != "theory":
+        if self.weights == "beta":
             return {}
-        past, now = independent(len(set(s["round"].tolist())) + 1, self.d2, self.r2)
-        return {"weight_past": past, "weight_now": now}  # of the round that comes next
+        past, now = self._weights(s)
+        found = {"weight_past": past, "weight_now": now}
+        if self.weights == "auto":
+            found["time_drift"], found["information_loss"] = s["constants"].tolist()
+        return found
 
 
 @register("Towards Federated Learning on Time-evolving Heterogeneous Data")
@@ -120,7 +150,7 @@ def cfl_regularization(
     curvature: Literal["fisher", "hutchinson"] = "fisher",
     layers: Layers = "top",
     buffer: PositiveInt = 40,
-    weights: Literal["beta", "theory"] = "beta",
+    weights: Literal["beta", "theory", "auto"] = "beta",
     d2: PositiveFloat = 1.0,
     r2: NonNegativeFloat = 1.0,
     probes: PositiveInt = 10,
@@ -134,7 +164,8 @@ def cfl_regularization(
         curvature: "fisher", or "hutchinson" for the Hessian's own diagonal.
         layers: "top" (the last two), "all", or a table of layers with their strengths.
         buffer: Taylor series that the server keeps.
-        weights: "beta" (the strengths of the layers) or "theory" (Theorem 4.1).
+        weights: "beta" (the strengths of the layers), "theory" (Theorem 4.1) or "auto" (the same,
+            with d2 and r2 estimated as training goes on).
         d2: for "theory", the time drift's variance.
         r2: for "theory", the squared information loss.
         probes: random vectors for "hutchinson".

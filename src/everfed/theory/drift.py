@@ -55,3 +55,30 @@ def estimate(gradients: NDArray[np.float64], correlated: bool = False) -> Drift:
     alpha = min(max(two / one, 0.0), 0.999) if one > 0 else 0.0
     time = max(one, 0.0) / (1 - alpha)
     return Drift(max(same - time, 0.0), time, alpha)
+
+
+def scattered(
+    gradients: NDArray[np.float64], clients: NDArray[np.int64], rounds: NDArray[np.int64]
+) -> Drift:
+    """Estimate drifts where each round has clients of its own: gradients (n, d) at the same model,
+    with the client and the round of each. Clients that never come back count as time drift.
+
+    Less the means of rounds with n and m clients, of whom k are in both, products of a client's
+    two gradients are G^2 (1 - 1/n - 1/m + k/(n m)).
+    """
+    at, sizes = np.unique(rounds, return_inverse=True, return_counts=True)[1:]
+    mean = np.zeros((len(sizes), gradients.shape[1]))
+    np.add.at(mean, at, gradients)
+    mean /= sizes[:, None]
+    products = gradients - mean[at]
+    products = products @ products.T
+    same = np.trace(products) / max((1 - 1 / sizes[at]).sum(), 1)
+    who = np.unique(clients, return_inverse=True)[1]
+    present = np.zeros((len(sizes), who.max() + 1))
+    present[at, who] = 1
+    common = (present @ present.T)[at][:, at]
+    n = sizes[at].astype(np.float64)
+    factor = 1 - 1 / n[:, None] - 1 / n + common / np.outer(n, n)
+    pairs = (clients[:, None] == clients) & (at[:, None] != at)
+    client = products[pairs].sum() / factor[pairs].sum() if factor[pairs].sum() > 0 else 0.0
+    return Drift(float(max(client, 0.0)), float(max(same - client, 0.0)))

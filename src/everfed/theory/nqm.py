@@ -76,10 +76,9 @@ def simulate(
     """|A w + B| before every round, (rates, seeds, rounds); inf where training diverges."""
     random = np.random.default_rng(0)
     curvature = np.linspace(setting.convex, setting.smooth, DIMENSION)
-    shape = (seeds, CLIENTS, DIMENSION)
-    linear = random.standard_normal((seeds, DIMENSION))
+    linear, delta = _problems(seeds, random)
+    shape = delta.shape
     linear = linear if setting.convex else curvature * linear  # B in A's range
-    delta = _noise(random, CLIENT_DRIFT, shape)
     w = np.full((len(rates), seeds, DIMENSION), 2.0)
     lr = np.asarray(rates)[:, None, None, None]
     past, auto = np.zeros(shape), _Auto(seeds)
@@ -101,6 +100,19 @@ def simulate(
             auto.see(e)
         w = _round(w, lr, rule.prox, curvature, linear[:, None], drift, random)
     return np.nan_to_num(out, nan=np.inf)
+
+
+def floor(seeds: int) -> float:
+    """|mean delta|, averaged over `simulate`'s problems: where the loss ends if only the clients'
+    own drift is left."""
+    _, delta = _problems(seeds, np.random.default_rng(0))
+    return float(np.linalg.norm(delta.mean(1), axis=-1).mean())
+
+
+def _problems(seeds: int, random: np.random.Generator) -> tuple[Values, Values]:
+    """B before it is brought into A's range, (seeds, d), and the clients' drift."""
+    linear = random.standard_normal((seeds, DIMENSION))
+    return linear, _noise(random, CLIENT_DRIFT, (seeds, CLIENTS, DIMENSION))
 
 
 def _round(
