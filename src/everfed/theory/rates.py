@@ -102,8 +102,8 @@ def earlier(k: Constants) -> dict[str, float]:
         "FedAvg, Khaled et al.": (noise + drift) / (nk * e**2) + (sqrt(noise) + spread) / e**1.5
         + k.clients * k.growth / e,
         "FedAvg, Karimireddy et al.": noise / (nk * e**2) + spread / e**1.5 + c * drift / e,
-        "FedAvg, Woodworth et al.": c / (k.steps * e) + noise * c / (nk * e**2) + spread * c / e**1.5
-        + sqrt(noise) * c / sqrt(k.steps * e**1.5),
+        "FedAvg, Woodworth et al.": c / (k.steps * e) + noise * c / (nk * e**2)
+        + spread * c / e**1.5 + sqrt(noise) * c / sqrt(k.steps * e**1.5),
     }  # fmt: skip
 
 
