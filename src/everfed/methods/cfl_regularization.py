@@ -133,7 +133,7 @@ class Taylor(Part):
     def _weights(self, s: State) -> tuple[float, float]:
         """Of each past round and of the one that comes next, Theorem 4.1."""
         d2, r2 = s["constants"].tolist() if self.weights == "auto" else (self.d2, self.r2)
-        return independent(len(s["round"].unique()) + 1, d2, r2)
+        return independent(len(set(s["round"].tolist())) + 1, d2, r2)
 
     def metrics(self, s: State) -> dict[str, float]:
         if self.weights == "beta":
