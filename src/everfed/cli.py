@@ -21,6 +21,7 @@ from everfed.errors import EverfedError
 
 if TYPE_CHECKING:
     from everfed.compare import Entry
+    from everfed.reproduce import Outcome
     from everfed.runs import Progress as RoundProgress
 
 typer.core.HAS_RICH = False  # help is plain text, in which rich's escapes would be seen
@@ -105,6 +106,7 @@ def compare(
     place = folder or _new_folder("compare")
     comparing.create(settings, place)
     _run_all(settings, place, jobs)
+    _show([place])
 
 
 @app.command()
@@ -119,6 +121,7 @@ def resume(
 
     if (folder / "compare.json").exists():
         _run_all(comparing.opened(folder), folder, jobs)
+        _show([folder])
         return
     kept = read_config(folder).get("config")
     if kept is None:
@@ -232,7 +235,9 @@ def stream(
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, streams, datasets or models.")] = "methods",
+    what: Annotated[
+        str, typer.Argument(help="methods, streams, datasets, models or reproductions.")
+    ] = "methods",
 ) -> None:
     """What there is to choose from, with settings."""
     from everfed import listing
@@ -272,20 +277,55 @@ def config_() -> None:
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="What to reproduce, as cfl-nqm.")],
-    quick: Annotated[bool, typer.Option(help="Fewer seeds and rounds.")] = False,
+    name: Annotated[str, typer.Argument(help="What to reproduce; 'everfed list' has them all.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds and rounds.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The paper's network and rounds, for a GPU.")
+    ] = False,
+    folder: Folder = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")] = None,
 ) -> None:
-    """Run a paper's experiment anew and print ours beside the paper's figures."""
-    from everfed.reproduce import find
+    """Run a paper's experiment anew and print ours beside the paper's figures.
 
+    A folder that holds a part of it already is gone on with. Beside the runs, which
+    'everfed report' takes, it gets reproduction.md.
+    """
+    from everfed.reproduce import cfl_nqm, check
+
+    check(name)
     began = time.perf_counter()
-    found = find(name)
-    outcome = found.go(quick)
+    if name == cfl_nqm.REPRODUCTION.name:
+        outcome = cfl_nqm.REPRODUCTION.go(quick)
+    else:
+        size = "quick" if quick else "full" if full else None
+        outcome = _compare_with_paper(name, size, folder or _new_folder(name), jobs)
     for table in outcome.tables:
         out.print(table)
     for finding in outcome.findings:
-        out.print(f"{'yes' if finding.holds else 'no ':3}  {finding.claim}: {finding.found}")
+        out.print(f"{'yes' if finding.holds else 'no ':3}  {finding.claim}: {finding.found}",
+                  highlight=False, soft_wrap=True)  # fmt: skip
     out.print(f"[bold]{outcome.verdict}[/] ({time.perf_counter() - began:.0f} s)")
+
+
+def _compare_with_paper(name: str, size: str | None, place: Path, jobs: int | None) -> Outcome:
+    from everfed import compare as comparing
+    from everfed import config as configs
+    from everfed.records import collect
+    from everfed.reproduce import preset
+
+    chosen = preset.read(name)
+    settings = chosen.settings(size)
+    configs.experiment(settings)  # a missing data file is told at once
+    if not (place / "compare.json").exists():
+        comparing.create(settings, place)
+    elif comparing.opened(place) != settings:
+        raise EverfedError(f"{place} holds another comparison; choose another folder")
+    _run_all(settings, place, jobs)
+    runs = collect([place])
+    outcome = chosen.judge(runs)
+    text = chosen.markdown(outcome, settings, runs)
+    (place / "reproduction.md").write_text(text)
+    return outcome
 
 
 theory = typer.Typer(help="Tools from the papers' theory.", no_args_is_help=True)
@@ -463,7 +503,6 @@ def _run_all(settings: Any, folder: Path, jobs: int | None) -> None:
 
         notes = comparing.run_all(settings, folder, jobs, listener)
     _notes(notes)
-    _show([folder])
 
 
 def _notes(notes: Iterable[str]) -> None:

@@ -240,12 +240,14 @@ def method_of(
 ) -> tuple[Method, Local]:
     """A method from its section, and the local settings it is run with.
 
-    What [methods.NAME] says is taken where the section is silent. `plus` lists methods whose parts
-    are added, `local` changes local settings for this method alone.
+    What [methods.NAME] says is taken where the section is silent; where it has a `name`, NAME is a
+    name of the user's for that method with these settings. `plus` lists methods whose parts are
+    added, `local` changes local settings for this method alone.
     """
     builders = {name: entry.build for name, entry in sorted(methods.METHODS.items())}
-    name = _name(where, builders, section)
-    own = {"name": name} | config.methods.get(name, {}) | dict(section)
+    base = config.methods.get(str(section.get("name")), {})
+    own = base | {key: value for key, value in section.items() if key not in base or key != "name"}
+    name = _name(where, builders, own)
     plus, changes = own.pop("plus", []), own.pop("local", {})
     if not isinstance(plus, list) or not all(isinstance(item, dict) for item in plus):
         raise ConfigError(f"{where}.plus must be a list of tables, each with a name")
@@ -254,6 +256,8 @@ def method_of(
     method: Method = builders[name](**_arguments(where, builders, own))
     for item in plus:
         method = method + method_of(item, config, f"{where}.plus")[0]
+    if section["name"] != name:
+        method = Method(*method.parts, average=method.average, name=section["name"])
     return method, _local(config.local, changes, f"{where}.local.")
 
 

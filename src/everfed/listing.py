@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from everfed import reproduce
 from everfed.config import DATASETS, MODELS, STREAMS, ConfigError, settings
 from everfed.data.table import arrays
 from everfed.errors import EverfedError
@@ -16,6 +17,7 @@ from everfed.method import Method
 from everfed.methods import METHODS
 from everfed.metrics import Record
 from everfed.models import mlp
+from everfed.reproduce import cfl_nqm, preset
 from everfed.runs import run
 from everfed.streams import domains
 
@@ -24,14 +26,29 @@ def table(what: str) -> Table:
     """The table of one kind of thing."""
     if what == "methods":
         return _methods()
+    if what == "reproductions":
+        return _reproductions()
     kinds = {"streams": STREAMS, "datasets": DATASETS, "models": MODELS}
     if what not in kinds:
-        raise ConfigError(f"there is no list of {what!r}: methods, {', '.join(kinds)}")
+        raise ConfigError(
+            f"there is no list of {what!r}: methods, {', '.join(kinds)}, reproductions"
+        )
     out = Table(header_style="bold")
     for column in ("name", "what it is", "settings"):
         out.add_column(column)
     for name, build in kinds[what].items():
         out.add_row(name, _first_line(build), _settings(build))
+    return out
+
+
+def _reproductions() -> Table:
+    out = Table(header_style="bold")
+    out.add_column("name", no_wrap=True)
+    out.add_column("what it is")
+    out.add_row(cfl_nqm.REPRODUCTION.name, cfl_nqm.REPRODUCTION.what)
+    for name in reproduce.names():
+        if name != cfl_nqm.REPRODUCTION.name:
+            out.add_row(name, preset.read(name).what)
     return out
 
 

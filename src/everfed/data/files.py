@@ -7,6 +7,8 @@ import hashlib
 import os
 import zipfile
 import zlib
+from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +111,8 @@ def npz(
     file: str, folder: str | Path | None = None, client: str | None = None, task: str | None = None
 ) -> Data:
     """Arrays from an .npz file: x_train, y_train, x_test, y_test, or x and y (a fifth is held out).
+    Images may be JPEG files end to end, jpeg_train in the place of x_train, with the places where
+    they begin (and the last ends) in offset_train.
 
     Args:
         file: its path, in the data folder if it is relative.
@@ -129,6 +133,10 @@ def npz(
             found: dict[str, np.ndarray] = {key: archive[key] for key in archive.files}
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, zlib.error) as error:
         raise EverfedError(f"{path} is not a whole .npz file: {error}") from None
+    for part in ("train", "test"):
+        if f"jpeg_{part}" in found and f"offset_{part}" in found:
+            files, ends = found.pop(f"jpeg_{part}"), found.pop(f"offset_{part}")
+            found[f"x_{part}"] = _decoded(path, files, ends)
 
     def column(name: str) -> np.ndarray:
         if name not in found:
@@ -161,6 +169,19 @@ def npz(
         test_task=None if codes is None else codes[test],
         name=path.stem,
     )
+
+
+def _decoded(path: Path, files: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """JPEG files end to end as colour images of one size, (samples, height, width, 3)."""
+    from PIL import Image
+
+    try:
+        return np.stack([
+            np.asarray(Image.open(BytesIO(files[begin:end].tobytes())).convert("RGB"))
+            for begin, end in pairwise(ends.tolist())
+        ])  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise EverfedError(f"{path} has JPEG files that cannot be read: {error}") from None
 
 
 def _codes(values: np.ndarray) -> np.ndarray:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.table import Table
 
 from everfed.errors import EverfedError
+
+FOLDER = Path(__file__).parent  #: of the presets
 
 
 @dataclass
@@ -17,6 +20,7 @@ class Finding:
     claim: str
     found: str
     holds: bool
+    figure: bool = False  #: whether the claim is a number, not which method is ahead
 
 
 @dataclass
@@ -31,23 +35,27 @@ class Outcome:
         held = sum(finding.holds for finding in self.findings)
         if held == len(self.findings):
             return "reproduced"
+        if all(finding.holds for finding in self.findings if not finding.figure):
+            return "ordering only"
         return f"not reproduced: {held} of {len(self.findings)} claims hold"
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """An experiment by name; `go(quick)` runs it."""
+    """An experiment that is no comparison of runs; `go(quick)` runs it."""
 
     name: str
     what: str
     go: Callable[[bool], Outcome]
 
 
-def find(name: str) -> Reproduction:
-    """The reproduction of that name."""
-    from everfed.reproduce import cfl_nqm
+def names() -> list[str]:
+    """All there are."""
+    presets = (path.stem for path in FOLDER.glob("*.toml"))
+    return sorted(["cfl-nqm", *presets])
 
-    known = {one.name: one for one in (cfl_nqm.REPRODUCTION,)}
-    if name not in known:
-        raise EverfedError(f"there is no reproduction {name!r}; there are {', '.join(known)}")
-    return known[name]
+
+def check(name: str) -> None:
+    """Raise EverfedError where there is no such reproduction."""
+    if name not in names():
+        raise EverfedError(f"there is no reproduction {name!r}; there are {', '.join(names())}")

@@ -1,0 +1,157 @@
+"""A reproduction that is a comparison: a configuration with the paper's figures beside it.
+
+The file is what `everfed compare` takes, and a section [paper]: `what` it is, `figures` of each
+method by measure, `within` how many points ours must come to them (0: only the claims count), and
+`claims` as "measure: method > method + points". [quick] and [full] have the settings that `--quick`
+and `--full` change: the latter gives the paper's own protocol where it asks for a GPU.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import subprocess
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from everfed import __version__, reproduce
+from everfed.config import Config, parse
+from everfed.errors import EverfedError
+from everfed.metrics import Record, summarise
+from everfed.records import Loaded
+from everfed.reproduce import Finding, Outcome, check
+
+
+def best5(records: Sequence[Record]) -> float:
+    """The mean of a run's five best tests (CFL's measure)."""
+    return float(np.mean(sorted(r["value"] for r in records if r["metric"] == "accuracy")[-5:]))
+
+
+#: what a paper reports, from a run's records; in percent
+MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
+    "best 5": lambda records: 100 * best5(records),
+    "ACC": lambda records: 100 * summarise(records).acc,
+    "BWT": lambda records: 100 * summarise(records).bwt,
+}
+CLAIM = re.compile(r"(?P<measure>.+): (?P<a>\w+) (?P<than>>=?) (?P<b>\w+)(?: \+ (?P<by>[\d.]+))?")
+#: by method, then seed by seed
+Values = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """See the top of the file."""
+
+    name: str
+    what: str
+    figures: dict[str, dict[str, float]]  #: measure -> method -> the paper's
+    claims: list[str]
+    within: float
+    values: dict[str, Any]
+    changes: dict[str, dict[str, Any]]  #: by size, "quick" or "full"
+
+    def settings(self, size: str | None) -> Config:
+        """What is run."""
+        if size and size not in self.changes:
+            raise EverfedError(f"{self.name} has no --{size}: it is the paper's size as it is")
+        return parse(merged(self.values, self.changes[size]) if size else self.values)
+
+    def judge(self, runs: Mapping[str, Sequence[Loaded]]) -> Outcome:
+        """Ours beside the paper's."""
+        found = {
+            measure: {m: np.array([MEASURES[measure](r.records) for r in own])
+                      for m, own in runs.items()}
+            for measure in self.figures
+        }  # fmt: skip
+        return Outcome(
+            [self._table(measure, values) for measure, values in found.items()],
+            [self._hold(claim, found) for claim in self.claims] + self._close(found),
+        )
+
+    def _table(self, measure: str, values: Values) -> Table:
+        table = Table(title=f"{self.what}: {measure}", title_justify="left")
+        for name in ("method", "ours", "paper's"):
+            table.add_column(name, justify="left" if name == "method" else "right")
+        for method, own in values.items():
+            figure = self.figures[measure].get(method)
+            table.add_row(method, said(own), "" if figure is None else f"{figure:.2f}")
+        return table
+
+    def _hold(self, claim: str, found: Mapping[str, Values]) -> Finding:
+        parsed = CLAIM.fullmatch(claim)
+        assert parsed, claim
+        values = found[parsed["measure"]]
+        gap = float(values[parsed["a"]].mean() - values[parsed["b"]].mean())
+        than = operator.gt if parsed["than"] == ">" else operator.ge
+        return Finding(claim, f"{gap:+.2f}", than(gap, float(parsed["by"] or 0)))
+
+    def _close(self, found: Mapping[str, Values]) -> list[Finding]:
+        return [
+            Finding(f"{measure} of {method} within {self.within:g} points of {figure:.2f}",
+                    f"{values[method].mean() - figure:+.2f}",
+                    abs(float(values[method].mean()) - figure) <= self.within, figure=True)
+            for measure, values in found.items()
+            for method, figure in self.figures[measure].items()
+            if self.within and method in values
+        ]  # fmt: skip
+
+    def markdown(
+        self, outcome: Outcome, settings: Config, runs: Mapping[str, Sequence[Loaded]]
+    ) -> str:
+        """The same as a page's section."""
+        seeds = ", ".join(map(str, settings.compare.seeds))
+        seconds = sum(summarise(run.records).seconds for own in runs.values() for run in own)
+        how = f"seeds {seeds}; {seconds / 60:.1f} min of one core; everfed {__version__}{commit()}"
+        lines = [f"`everfed reproduce {self.name}`: {how}. Verdict: **{outcome.verdict}**.", ""]
+        for table in outcome.tables:
+            names = [str(column.header) for column in table.columns]
+            lines += [f"{table.title}", "", "| " + " | ".join(names) + " |", "|---|---:|---:|"]
+            cells = zip(*(column.cells for column in table.columns), strict=True)
+            lines += ["| " + " | ".join(map(str, row)) + " |" for row in cells] + [""]
+        lines += ["| claim | found | |", "|---|---:|---|"]
+        lines += [f"| {f.claim} | {f.found} | {'holds' if f.holds else 'does not hold'} |"
+                  for f in outcome.findings]  # fmt: skip
+        return "\n".join(lines) + "\n"
+
+
+def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Changed settings, section by section."""
+    return values | {
+        key: merged(values[key], own) if isinstance(own, dict) and key in values else own
+        for key, own in changes.items()
+    }
+
+
+def commit() -> str:
+    """The commit of the source, where it is in a repository."""
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here,
+                               capture_output=True, text=True, check=True)  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f", commit {found.stdout.strip()}"
+
+
+def said(values: np.ndarray) -> str:
+    """Mean and, of several seeds, standard deviation."""
+    spread = f" ± {values.std(ddof=1):.2f}" if len(values) > 1 else ""
+    return f"{values.mean():.2f}{spread}"
+
+
+def read(name: str) -> Preset:
+    """The preset of that name."""
+    check(name)
+    values = tomllib.loads((reproduce.FOLDER / f"{name}.toml").read_text())
+    paper = values.pop("paper")
+    changes: dict[str, Any] = {
+        size: values.pop(size) for size in ("quick", "full") if size in values
+    }
+    return Preset(name, paper["what"], paper["figures"], paper["claims"],
+                  paper.get("within", 0.0), values, changes)  # fmt: skip

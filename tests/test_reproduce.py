@@ -1,0 +1,104 @@
+"""Reproductions: the presets are sound, and their verdicts follow from the runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from everfed import config
+from everfed.cli import app
+from everfed.records import Loaded
+from everfed.reproduce import names, preset
+
+PRESETS = [name for name in names() if name != "cfl-nqm"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_can_be_run_and_judged(name):
+    """Every size is a valid configuration, and claims and figures name methods that are run."""
+    chosen = preset.read(name)
+    for size in (None, *chosen.changes):
+        settings = chosen.settings(size)
+        for method in settings.compare.methods:
+            config.method_of({"name": method}, settings)
+        compared = set(settings.compare.methods)
+        for claim in chosen.claims:
+            parsed = preset.CLAIM.fullmatch(claim)
+            assert parsed
+            assert parsed["measure"] in chosen.figures
+            assert {parsed["a"], parsed["b"]} <= compared
+        assert all(set(own) <= compared for own in chosen.figures.values())
+
+
+def loaded(method: str, tests: list[float]) -> list[Loaded]:
+    records = [
+        {"metric": "accuracy", "task": 0, "on": 0, "round": t, "value": value}
+        for t, value in enumerate(tests)
+    ]
+    return [Loaded(Path(), {"method": {"name": method}}, records)]
+
+
+@pytest.mark.parametrize(
+    ("fedavg", "coreset", "verdict"),
+    [
+        (0.85, 0.88, "reproduced"),
+        (0.75, 0.88, "ordering only"),  # ahead, but ten points from the paper
+        (0.875, 0.88, "not reproduced: 3 of 4 claims hold"),
+    ],
+)
+def test_verdicts(fedavg, coreset, verdict):
+    chosen = preset.Preset(
+        "x", "what", {"best 5": {"fedavg": 86.0, "coreset": 88.0}},
+        ["best 5: coreset > fedavg", "best 5: coreset >= fedavg + 1"], 2.0, {}, {},
+    )  # fmt: skip
+    # five good tests among bad ones count, in any order
+    tests = np.array([-0.3, 0.01, 0.0, -0.5, -0.01, 0.02, -0.02, -0.4])
+    runs = {"fedavg": loaded("fedavg", list(fedavg + tests)),
+            "coreset": loaded("coreset", list(coreset + tests))}  # fmt: skip
+    assert chosen.judge(runs).verdict == verdict
+
+
+def test_a_reproduction_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """A tiny preset through the command line: runs, tables, reproduction.md, a second call."""
+    text = """
+[data]
+name = "digits"
+domains = ["plain"]
+[stream]
+name = "evolving"
+clients = 3
+subsets = 4
+rounds = 4
+[compare]
+methods = ["fedavg", "often"]
+seeds = [0]
+[methods]
+often = { name = "fedavg", local = { epochs = 3 } }
+[paper]
+what = "more epochs"
+claims = ["best 5: often > fedavg"]
+[paper.figures."best 5"]
+often = 90.0
+"""
+    (tmp_path / "tiny.toml").write_text(text)
+    monkeypatch.setattr("everfed.reproduce.FOLDER", tmp_path)
+    words = ["reproduce", "tiny", "--folder", str(tmp_path / "out"), "--jobs", "1"]
+    first = CliRunner().invoke(app, words)
+    assert first.exit_code == 0, first.output
+    assert "often > fedavg" in first.output
+    page = (tmp_path / "out" / "reproduction.md").read_text()
+    assert "| often | " in page
+    stamp = (tmp_path / "out" / "often-seed0" / "records.jsonl").stat().st_mtime_ns
+    CliRunner().invoke(app, words)
+    assert (tmp_path / "out" / "often-seed0" / "records.jsonl").stat().st_mtime_ns == stamp
+    assert (tmp_path / "out" / "reproduction.md").read_text() == page
+    quick = CliRunner().invoke(app, [*words, "--quick"])
+    assert "has no --quick" in str(quick.exception)
+
+
+def test_an_unknown_reproduction_is_told():
+    told = CliRunner().invoke(app, ["reproduce", "cfl-table"])
+    assert "there are cfl-" in str(told.exception)
