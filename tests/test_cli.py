@@ -48,6 +48,8 @@ MISTAKES = [
     ({"compare": {"seeds": []}}, "compare.seeds should"),
     ({"compare": {"methods": ["fedavgg"]}}, "compare.methods: no 'fedavgg'; did you mean 'fedavg'?"),
     ({"methods": {"ewk": {}}}, "methods.ewk.name: no 'ewk'; did you mean 'ewc'?"),
+    ({"methods": {"weak": {"name": "specal"}}}, "methods.weak.name: no 'specal'; did you mean 'special'"),
+    ({"methods": {"weak": {"name": "special", "lan": 1}}}, "unknown key methods.weak.lan"),
     ({"workers": 0}, "workers should be greater than 0 or 'auto', not 0"),
     ({"method": {"name": "scaffold"}, "local": {"momentum": 0.9}}, "SCAFFOLD's option 2"),
     ({"local": {"nesterov": True}}, "local.nesterov needs local.momentum"),
@@ -62,6 +64,24 @@ def test_mistakes_in_a_configuration(values, said):
         configs.parse(values)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_own_names_for_methods_with_settings():
+    """One method with several settings in a comparison; what a name says can still be changed."""
+    config = configs.parse({
+        "methods": {"weak": {"name": "special", "lam": 0.1}, "special": {"lam": 0.5},
+                    "both": {"name": "special", "plus": [{"name": "fedprox", "mu": 2.0}]}},
+        "compare": {"methods": ["weak", "special", "both"]},
+    })  # fmt: skip
+
+    def built(**section):
+        return configs.method_of(section, config)[0]
+
+    assert (built(name="weak").name, built(name="weak").parts[-1].lam) == ("weak", 0.1)
+    assert (built(name="special").name, built(name="special").parts[-1].lam) == ("special", 0.5)
+    assert built(name="weak", lam=0.3).parts[-1].lam == 0.3
+    assert [type(part).__name__ for part in built(name="both").parts] == ["Prox", "ServerRate", "Anchor"]
+    assert built(name="both").name == "both"
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
@@ -108,7 +128,7 @@ def test_local_settings_of_one_method():
         {"local": {"lr": 0.2, "epochs": 3}, "methods": {"ewc": {"lam": 2, "local": {"lr": 0.01}}}}
     )
     method, local = configs.method_of({"name": "ewc"}, config)
-    assert (local.lr, local.epochs, method.parts[0].lam) == (0.01, 3, 2)
+    assert (local.lr, local.epochs, method.parts[-1].lam) == (0.01, 3, 2)
     assert configs.method_of({"name": "fedavg"}, config)[1].lr == 0.2
 
 

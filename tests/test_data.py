@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import struct
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -246,6 +247,45 @@ def test_npz_files(tmp_path):
     np.savez(tmp_path / "f.npz", x=x, y=y.astype(str))
     with pytest.raises(EverfedError, match="must be numbers"):
         ef.data.npz("f.npz", tmp_path)
+
+
+def test_standardised_channels():
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (40, 8, 8, 3)).astype(np.uint8) // np.array(
+        [1, 2, 4], np.uint8
+    )
+    data = ef.data.arrays(images[:30], np.zeros(30), test=(images[30:], np.zeros(10)))
+    x, _ = ef.data.standardised(data).take(torch.arange(40), torch.float32)
+    own = torch.as_tensor(images[:30] / 255).permute(0, 3, 1, 2)
+    for channel in range(3):
+        mean, spread = own[:, channel].mean(), own[:, channel].std(correction=0)
+        raw = torch.as_tensor(images[..., channel] / 255)  # test samples by the same numbers
+        torch.testing.assert_close(x[:, channel], ((raw - mean) / spread).float())
+    with pytest.raises(EverfedError, match="neither bytes nor floats"):
+        ef.data.standardised(ef.data.arrays(np.zeros((4, 3), np.int64), [0, 1, 0, 1]))
+
+
+def test_jpeg_files_in_an_npz(tmp_path):
+    """The pictures that went in, as JPEG keeps them; a broken file is told."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    pictures = [np.full((8, 8, 3), random.integers(0, 256, 3), np.uint8) for _ in range(5)]
+    files = []
+    for picture in pictures:
+        out = BytesIO()
+        Image.fromarray(picture).save(out, "jpeg", quality=95)
+        files.append(np.frombuffer(out.getvalue(), np.uint8))
+    ends = np.cumsum([0, *map(len, files)])
+    table = {f"{key}_{part}": value for part in ("train", "test") for key, value in
+             (("jpeg", np.concatenate(files)), ("offset", ends), ("y", np.arange(5)))}  # fmt: skip
+    np.savez(tmp_path / "a.npz", **table)
+    data = ef.data.npz("a.npz", tmp_path)
+    found = data.x[:5].permute(0, 2, 3, 1).numpy().astype(int)
+    assert np.abs(found - np.stack(pictures)).max() <= 3
+    np.savez(tmp_path / "b.npz", **table | {"jpeg_test": np.zeros(ends[-1], np.uint8)})
+    with pytest.raises(EverfedError, match="cannot be read"):
+        ef.data.npz("b.npz", tmp_path)
 
 
 def test_half_precision_images_are_not_taken_for_nan():

@@ -126,6 +126,8 @@ class Config(BaseModel):
     checkpoint_seconds: float = Field(5.0, ge=0)
     #: folder of data files; left out: the environment's EVERFED_DATA
     data_dir: str | None = None
+    #: bring inputs to mean 0 and deviation 1 over the training data, channel by channel
+    standardise: bool = False
     #: where records are copied to: tensorboard, mlflow, wandb
     log: list[loggers.Name] = []
     data: dict[str, Any] = {"name": "digits"}
@@ -133,7 +135,8 @@ class Config(BaseModel):
     model: dict[str, Any] = {"name": "mlp"}
     local: Local = Local()
     method: dict[str, Any] = {"name": "fedavg"}
-    #: settings of methods that are named without any
+    #: settings of methods that are named without any; with a `name` in them, the section's name is
+    #: one's own for that method with these settings
     methods: dict[str, dict[str, Any]] = {}
     compare: Compare = Compare()
     #: the terms of a real federation
@@ -277,6 +280,10 @@ def experiment(config: Config, method: str | None = None, seed: int | None = Non
     takes_folder = "folder" in inspect.signature(DATASETS[config.data["name"]]).parameters
     more = {"folder": folder} if takes_folder else {}
     table = _build("data", DATASETS, config.data, **more)
+    if config.standardise:
+        if config.data["name"] == "sites":
+            raise ConfigError("standardise: sites have to agree on it; do it in the data function")
+        table = data.standardised(table)
     stream = _build("stream", STREAMS, config.stream, table)
     if config.sample and config.sample > stream.clients:
         raise ConfigError(f"sample is {config.sample}, but the stream has {stream.clients} clients")
