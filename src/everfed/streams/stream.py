@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from everfed.data.table import Data
+from everfed.errors import EverfedError
 from everfed.streams.partition import split
 
 #: shared: one head for all tasks; class: classes arrive task by task and compete with all seen;
@@ -189,3 +190,10 @@ class TaskStream(Stream):
             "head": self.head,
             "seed": self.seed,
         }
+
+
+def positive(**values: int) -> None:
+    """Raise EverfedError for a setting below 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise EverfedError(f"{name} must be at least 1, not {value}")
