@@ -309,6 +309,29 @@ def theory_weights(
         print(f"{p:.6f}")
 
 
+@theory.command("drift")
+def theory_drift(
+    config: ConfigFile = None,
+    changes: Changes = None,
+    clients: Annotated[int, typer.Option(min=3, help="Clients to look at.")] = 10,
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds to look at.")] = 50,
+) -> None:
+    """Measure a stream's D², G² and correlation α by its clients' gradients at the first model."""
+    from everfed import config as configs
+    from everfed.report import stream as seeing
+    from everfed.theory.measure import measure
+
+    made = configs.experiment(configs.read(config, changes or []))
+    found = measure(
+        made.stream, made.model, clients=clients, rounds=rounds, seed=made.options["seed"]
+    )
+    data = made.stream.data.name
+    said = f"{data}: {found.clients} clients, rounds 1 to {found.rounds}, at the first model"
+    out.print(said, markup=False, highlight=False, soft_wrap=True)
+    out.print(seeing.drifts(found))
+    out.print(seeing.MEASURED, style="dim", highlight=False)
+
+
 flower = typer.Typer(
     help="Real federations: a Flower app, and the keys of its sites.", no_args_is_help=True
 )

@@ -15,6 +15,7 @@ from everfed.errors import EverfedError
 from everfed.report.figure import bubbles, plain
 from everfed.streams.drift import Estimate, Look, Task
 from everfed.streams.stream import Stream
+from everfed.theory.measure import Measured
 
 EXPLAINED = (
     "Label skew: mean total variation (TV) between a client's labels and all clients'. To the task "
@@ -23,6 +24,38 @@ EXPLAINED = (
     "task's consecutive data. Client TV: between a client's consecutive data sets. In brackets: "
     "the TV that chance alone gives for as many samples."
 )
+
+
+MEASURED = (
+    "Squared lengths of the full gradients' parts, ± their standard error over clients, and as "
+    "shares of the squared length of the mean gradient. Client drift: a client's own for good. "
+    "Time drift: its own in one round, beyond what its finitely many samples give by chance; α is "
+    "its correlation from round to round. Common drift: the same for all clients in one round. "
+    "CFL's weights of past rounds: everfed theory weights ROUNDS --drift D² --alpha α --loss R²."
+)
+
+
+def drifts(found: Measured) -> Table:
+    """What `everfed theory drift` prints."""
+    out = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    for head in ("", "", "value", "share"):
+        out.add_column(head, justify="right" if head else "left", no_wrap=True)
+    drift, error = found.drift, found.error
+    seen = drift.time > 2 * error.time  # otherwise there is nothing to be correlated
+    rows = (
+        ("G²", "client drift", drift.client, error.client),
+        ("D²", "time drift", drift.time, error.time),
+        ("C²", "common drift", found.common, None),
+        ("N²", "chance", found.chance, None),
+    )
+    for sign, name, value, spread in rows:
+        shown = f"{value:.3g}" if spread is None else f"{value:.3g} ± {spread:.1g}"
+        share = f"{value / found.length:.2f}" if found.length else "–"
+        out.add_row(sign, name, shown, share)
+        if sign == "D²":
+            correlation = f"{drift.alpha:.2f} ± {error.alpha:.1g}" if seen else "–"
+            out.add_row("α", "its correlation", correlation, "")
+    return out
 
 
 def table(seen: Look, narrow: bool = False) -> Table:

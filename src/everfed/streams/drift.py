@@ -86,9 +86,8 @@ def look(stream: Stream, seed: int) -> Look:
 
     def at(round_: int) -> list[np.ndarray]:
         """What each client holds; nothing, where it is not online."""
-        online = stream.online(round_)
-        there = set(clients) if online is None else set(np.asarray(online).tolist())
-        for client in there & set(clients):
+        there = _there(stream, clients, round_)
+        for client in there:
             key = (client, stream.block(client, round_))
             if key not in cache:
                 cache[key] = counts(stream.data, stream.samples(client, round_))
@@ -175,12 +174,20 @@ def _some(count: int, limit: int) -> list[int]:
     return sorted({int(k) for k in np.linspace(0, count - 1, min(count, limit))})
 
 
+def _there(stream: Stream, clients: list[int], round_: int) -> set[int]:
+    """Those of the clients that are online."""
+    online = stream.online(round_)
+    return set(clients) if online is None else set(clients) & set(np.asarray(online).tolist())
+
+
 def _moments(stream: Stream, clients: list[int]) -> list[int]:
-    """Rounds with new data for some client, and every task's first; some of them if many."""
+    """Rounds with new data for some client, or other clients online, and every task's first; some
+    of them if many."""
     found: list[int] = []
-    last: list[int] = []
+    last: list[int | None] = []
     for at in _some(stream.rounds, 10 * MOMENTS):
-        now = [stream.block(client, at) for client in clients]
+        there = _there(stream, clients, at)
+        now = [stream.block(i, at) if i in there else None for i in clients]
         if now != last:
             found.append(at)
         last = now
