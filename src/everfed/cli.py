@@ -224,6 +224,8 @@ def stream(
     out.print(said, markup=False, highlight=False, soft_wrap=True)
     out.print(seeing.table(seen, narrow=out.width < 120))
     out.print(seeing.EXPLAINED, style="dim", highlight=False)
+    if seen.online != (len(seen.clients),) * 2:
+        out.print("Online: {} to {} clients in a round.".format(*seen.online), highlight=False)
     if len(seen.clients) < made.clients:
         out.print(f"Looked at {len(seen.clients)} of {made.clients} clients.", highlight=False)
     seeing.picture(made, seen, picture)

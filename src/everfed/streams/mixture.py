@@ -184,6 +184,7 @@ Shape = Literal["smooth", "abrupt"]
 class Periodic(Mixture):
     """Day and night; see `periodic`."""
 
+    counted: Literal["class", "domain"] = "class"
     day: tuple[str, ...] = ()
     period: int = 20
     shape: Shape = "smooth"
@@ -248,8 +249,9 @@ def periodic(
     for when, pool, test in zip(("day", "night"), pools, held, strict=True):
         if not len(pool) or not len(test):
             raise EverfedError(f"{data.name}: the {when} has no training or no test samples")
+    kind: Literal["class", "domain"] = "domain" if column is data.task else "class"
     told = tuple(names[k] for k in lit)
-    return Periodic(data, clients, rounds, size, pools, seed, told, period, shape, zones)
+    return Periodic(data, clients, rounds, size, pools, seed, kind, told, period, shape, zones)
 
 
 def _column(data: Data, day: Sequence[int | str] | None) -> tuple[np.ndarray, list[str]]:

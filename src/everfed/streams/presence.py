@@ -34,6 +34,7 @@ class Present(Stream):
         self.data, self.clients, self.rounds = stream.data, stream.clients, stream.rounds
         self.task_rounds, self.stateless = stream.task_rounds, stream.stateless
         self.head, self.task_classes = stream.head, stream.task_classes
+        self.counted = stream.counted
         #: a round, and who was there by chance
         self._last = (0, self._draw(0) < start)
 

@@ -37,6 +37,8 @@ class Stream(ABC):
     head: Head = "shared"
     #: the classes that each task brings, where they arrive task by task
     task_classes: tuple[tuple[int, ...], ...] | None = None
+    #: what `everfed stream` counts: samples of each class, or of each domain
+    counted: Literal["class", "domain"] = "class"
     #: whether a client is another one in every round, so that it cannot keep a state
     stateless: bool = False
 
