@@ -77,6 +77,8 @@ def _series(path: Path, label: str | None, drop: Sequence[str], name: str | None
     if not path.is_file():
         raise EverfedError(f"{path} does not exist")
     columns = _read(path)
+    if not columns or not len(next(iter(columns.values()))):
+        raise EverfedError(f"{path} has no columns or no rows")
     label = label or list(columns)[-1]
     for wanted in (label, *drop):
         if wanted not in columns:
