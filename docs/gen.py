@@ -182,7 +182,7 @@ def builders() -> str:
 def configuration() -> str:
     """Every key that a configuration may hold."""
     sections = ("local", "compare", "flower")
-    named = ("data", "stream", "model", "method", "methods")
+    named = ("data", "stream", "present", "model", "method", "methods")
     top = [name for name in configs.Config.model_fields if name not in (*sections, *named)]
     lines = [
         "# Configuration",
@@ -207,6 +207,9 @@ def configuration() -> str:
         for name, build in choices.items():
             lines += [f'### name = "{name}" {{ #{section}-{name} }}', _about(build)]
             lines.append(_settings_table(build, f"{section}.") or "No further keys.")
+        if section == "stream":
+            (build,) = configs.PRESENT.values()
+            lines += ["## [present]", _about(build), _settings_table(build, "present.")]
     lines += [
         "## [method]",
         "The method of `everfed run`: its `name`, and any of that "

@@ -35,6 +35,10 @@ MISTAKES = [
     ({"method": {"name": "special", "lam": "x"}}, "method.lam should be a valid number, not 'x'"),
     ({"method": {"name": "scaffold", "option": 3}}, "method.option should be 1 or 2, not 3"),
     ({"method": {}}, "method.name is missing"),
+    ({"present": {"leav": 0.1}}, "unknown key present.leav; did you mean 'leave'?"),
+    ({"present": {"schedule": {"x": [[0, 3]]}}}, "present.schedule should be a valid integer"),
+    ({"present": {"schedule": {"1": [3]}}}, "present.schedule should be a valid tuple"),
+    ({"stream": {"name": "periodic", "shape": "round"}}, "stream.shape should be 'smooth' or 'abrupt'"),
     ({"method": {"name": "fedavg", "plus": [{"name": "fedprox", "mo": 1}]}},
      "unknown key method.plus.mo; did you mean 'mu'?"),
     ({"method": {"name": "fedavg", "local": {"lr": 0}}}, "method.local.lr should be greater than 0"),
@@ -80,7 +84,11 @@ def test_own_names_for_methods_with_settings():
     assert (built(name="weak").name, built(name="weak").parts[-1].lam) == ("weak", 0.1)
     assert (built(name="special").name, built(name="special").parts[-1].lam) == ("special", 0.5)
     assert built(name="weak", lam=0.3).parts[-1].lam == 0.3
-    assert [type(part).__name__ for part in built(name="both").parts] == ["Prox", "ServerRate", "Anchor"]
+    assert [type(part).__name__ for part in built(name="both").parts] == [
+        "Prox",
+        "ServerRate",
+        "Anchor",
+    ]
     assert built(name="both").name == "both"
 
 
@@ -95,7 +103,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     assert "Did you mean 'run'" in everfed("runn", expect=2).stderr
     assert "data_dir" in everfed("run", "--set", "data.name=mnist", cwd=tmp_path, expect=2,
                                  EVERFED_DATA="").stderr  # fmt: skip
-    for change in ("stream.alpha=-1", "stream.clients=5000", "data.domains=[]", "stream.rounds=0"):
+    for change in (
+        "stream.alpha=-1", "stream.clients=5000", "data.domains=[]", "stream.rounds=0",
+        "present.leave=2", "present.schedule.99=[[0, 1]]", "stream.name=blocks",
+    ):  # fmt: skip
         everfed("run", "--set", change, cwd=tmp_path, expect=2)
     assert "methods.NAME.lam" in everfed("compare", "--set", "method.lam=1", expect=2).stderr
     assert not (tmp_path / "runs").exists()  # nothing was begun
@@ -182,7 +193,9 @@ def test_list():
     facts = re.sub(r"\s+", " ", methods)
     assert re.search(r"scaffold .*?client state: yes · exchanges: 1 .*?traffic: 2 P \+ 2 P", facts)
     assert re.search(r"cflag .*?exchanges: 2 · task boundaries: yes · traffic: 3 P \+ 3 P", facts)
-    assert "domains" in everfed("list", "streams").stdout
+    streams = everfed("list", "streams").stdout
+    for name in (*configs.STREAMS, "[present]"):
+        assert name in streams
     assert "digits" in everfed("list", "datasets").stdout
     assert "lenet" in everfed("list", "models").stdout
     assert "no list of 'things'" in everfed("list", "things", expect=2).stderr

@@ -118,6 +118,20 @@ def test_classes_that_arrive_task_by_task(place):
         assert distance(got, local(place, changes).vector.numpy()) < 1e-5
 
 
+def test_clients_that_come_and_go_are_the_same(place):
+    """A connected site that the stream has away is not asked; nobody at all is a lost round."""
+    for method in ("scaffold", "ewc"):
+        changes = [
+            f"method.name={method}", "present.schedule.0=[[0, 2]]", "present.schedule.1=[[2, 3]]",
+            "present.schedule.2=[[0, 1]]",
+        ]  # fmt: skip
+        got, records, _ = federated(place, changes, folder=method)
+        expected = local(place, changes)
+        assert distance(got, expected.vector.numpy()) < 1e-5
+        assert any(r["metric"] == "lost_round" for r in records)
+        assert any("no client was online" in text for text in expected.warnings)
+
+
 STATEFUL = ["scaffold", "cfl_coreset", "cflag"]
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from scipy.optimize import minimize
+from torch import nn
 from typer.testing import CliRunner
 
+import everfed as ef
 from everfed.cli import app
+from everfed.data import arrays
 from everfed.theory import nqm, rates
 from everfed.theory.drift import estimate, scattered
+from everfed.theory.measure import _fold, measure
 from everfed.theory.weights import bounded, correlated, independent
+from quadratics import Point, energy
 
 
 def dense(t, drift, loss, alpha):
@@ -206,3 +212,96 @@ def test_rounds_on_the_command_line():
     lines = dict(line.rsplit(maxsplit=1) for line in result.output.splitlines()[:3])
     assert float(lines["FedAvg"]) == pytest.approx(410)  # 1 / 0.1 + 4 / 0.01
     assert float(lines["CFL"]) == pytest.approx(90)  # 1 / 0.1 + 0.8 / 0.01
+
+
+# drift measured on streams -----------------------------------------------------------------------
+class Wandering(ef.Stream):
+    """Client i's samples in round t lie round own_i + xi_ti, AR(1), with unit noise in every
+    coordinate: for the loss |w - c|^2 / 2 its gradient is w less their mean."""
+
+    def __init__(self, alpha, own, time, clients=14, rounds=60, size=12, d=20):
+        random = np.random.default_rng(7)
+        self.clients, self.rounds, self.size = clients, rounds, size
+        xi = random.standard_normal((clients, d))
+        centres = []
+        delta = np.sqrt(own / d) * random.standard_normal((clients, d))
+        for _ in range(rounds):
+            centres.append(delta + np.sqrt(time / d) * xi)
+            xi = alpha * xi + np.sqrt(1 - alpha**2) * random.standard_normal((clients, d))
+        c = np.repeat(np.array(centres), size, 1) + random.standard_normal(
+            (rounds, clients * size, d)
+        )
+        x = np.stack([np.ones_like(c), c], 2).reshape(-1, 2, d)
+        self.data = arrays(x, np.zeros(len(x)))
+        self.spread = ((delta - delta.mean(0)) ** 2).sum() / (clients - 1)
+
+    def samples(self, client, round_):
+        begin = (round_ * self.clients + client) * self.size
+        return np.arange(begin, begin + self.size)
+
+    def block(self, client, round_):
+        return round_
+
+
+@pytest.mark.parametrize(("alpha", "own", "time"), [(0.0, 2.0, 6.0), (0.8, 4.0, 3.0)])
+def test_known_drift_is_measured(alpha, own, time):
+    """G^2, D^2 and alpha within four standard errors, and N^2 = d / size."""
+    stream = Wandering(alpha, own, time)
+    found = measure(stream, Point(20), clients=14, rounds=60, loss=energy)
+    assert found.chance == pytest.approx(20 / 12, rel=0.05)
+    assert found.drift.time == pytest.approx(time, abs=4 * found.error.time)
+    assert found.drift.client == pytest.approx(stream.spread, abs=4 * found.error.client + 0.02)
+    assert found.drift.alpha == pytest.approx(alpha, abs=4 * found.error.alpha + 0.01)
+    assert found.error.time < time / 2
+    assert found.common < 0.1
+
+
+def test_drift_of_a_stream_is_what_its_mixtures_say():
+    """At w = 0 a linear model's gradient is the mixture's mean of its classes' gradients g_c, so
+    D^2 = sum cov(p)_cd <g_c, g_d> with the Dirichlet's cov(p) = (diag pi - pi pi') / (A + 1)."""
+    data = ef.data.digits(["plain"])
+    stream = ef.streams.drifting(data, clients=12, correlation=0.6, alpha=0.2, size=80, rounds=40)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    nn.init.zeros_(model[1].weight)
+    nn.init.zeros_(model[1].bias)
+    found = measure(stream, model, clients=12, rounds=40)
+    x = np.concatenate([data.x.reshape(-1, 64).numpy(), np.ones((len(data.x), 1))], 1)
+    y = data.y.numpy()
+    g = []
+    for c in range(10):
+        mean = x[data.train[y[data.train] == c]].mean(0)
+        g.append(np.outer(0.1 - np.eye(10)[c], mean).ravel())
+    pi = np.bincount(y[data.train]) / len(data.train)
+    products = np.array(g) @ np.array(g).T
+    time = ((np.diag(pi) - np.outer(pi, pi)) / (0.2 * 10 + 1) * products).sum()
+    assert found.drift.time == pytest.approx(time, abs=4 * found.error.time)
+    assert found.error.time < time / 4
+    assert found.drift.alpha == pytest.approx(0.6, abs=4 * found.error.alpha + 0.01)
+
+
+def test_drift_that_is_not_there_is_not_found():
+    """Data that stand still have client drift only; a day for all at once is common drift only."""
+    data = ef.data.digits(["plain", "inverted"])
+    still = measure(ef.streams.static(data, clients=6, rounds=9), ef.models.mlp(64, 8, 10))
+    assert still.drift.time < 1e-6 * still.drift.client
+    day = measure(ef.streams.periodic(data, clients=6, period=8), ef.models.mlp(64, 8, 10))
+    assert day.drift.time < 0.2 * day.common
+    assert day.drift.client < 0.2 * day.common
+
+
+def test_products_survive_folding():
+    random = np.random.default_rng(0)
+    a = torch.from_numpy(random.normal(size=50_000))
+    b = 0.5 * a + torch.from_numpy(random.normal(size=50_000))
+    lengths = float(a.norm() * b.norm())
+    assert float(_fold(a) @ _fold(b)) == pytest.approx(float(a @ b), abs=4 * 0.016 * lengths)
+
+
+def test_drift_on_the_command_line():
+    words = ["theory", "drift", "--set", "stream.name=drifting", "--set", "stream.rounds=12"]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 0
+    for word in ("G²", "client drift", "D²", "α", "rounds 1 to 12"):
+        assert word in told.stdout
+    few = CliRunner().invoke(app, [*words, "--set", "stream.rounds=2"])
+    assert "at least 3 rounds of 3 clients" in str(few.exception)

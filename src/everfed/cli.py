@@ -227,6 +227,8 @@ def stream(
     out.print(said, markup=False, highlight=False, soft_wrap=True)
     out.print(seeing.table(seen, narrow=out.width < 120))
     out.print(seeing.EXPLAINED, style="dim", highlight=False)
+    if seen.online != (len(seen.clients),) * 2:
+        out.print("Online: {} to {} clients in a round.".format(*seen.online), highlight=False)
     if len(seen.clients) < made.clients:
         out.print(f"Looked at {len(seen.clients)} of {made.clients} clients.", highlight=False)
     seeing.picture(made, seen, picture)
@@ -373,6 +375,29 @@ def theory_rounds(
         print(f"{name:30} {value:12.5g}")
     print(f"Orders, without constant factors; CFL up to a bias that grows with R². They hold for "
           f"local learning rates up to {rates.largest_rate(k):.3g}.")  # fmt: skip
+
+
+@theory.command("drift")
+def theory_drift(
+    config: ConfigFile = None,
+    changes: Changes = None,
+    clients: Annotated[int, typer.Option(min=3, help="Clients to look at.")] = 10,
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds to look at.")] = 50,
+) -> None:
+    """Measure a stream's D², G² and correlation α by its clients' gradients at the first model."""
+    from everfed import config as configs
+    from everfed.report import stream as seeing
+    from everfed.theory.measure import measure
+
+    made = configs.experiment(configs.read(config, changes or []))
+    found = measure(
+        made.stream, made.model, clients=clients, rounds=rounds, seed=made.options["seed"]
+    )
+    data = made.stream.data.name
+    said = f"{data}: {found.clients} clients, rounds 1 to {found.rounds}, at the first model"
+    out.print(said, markup=False, highlight=False, soft_wrap=True)
+    out.print(seeing.drifts(found))
+    out.print(seeing.MEASURED, style="dim", highlight=False)
 
 
 flower = typer.Typer(

@@ -84,6 +84,9 @@ STREAMS: Builders = {
     "classes": streams.classes,
     "static": streams.static,
     "evolving": streams.evolving,
+    "drifting": streams.drifting,
+    "periodic": streams.periodic,
+    "blocks": streams.blocks,
     "given": streams.given,
     "sites": streams.sites,
 }
@@ -92,8 +95,15 @@ DATASETS: Builders = {
     "fashion_mnist": data.fashion_mnist,
     "mnist": data.mnist,
     "npz": data.npz,
+    "series": data.series,
+    "elec2": data.elec2,
+    "weather": data.weather,
     "sites": data.sites,
 }
+
+
+#: not a stream of its own: it goes with each of them
+PRESENT: Builders = {"present": streams.present}
 
 
 class Compare(BaseModel):
@@ -132,6 +142,8 @@ class Config(BaseModel):
     log: list[loggers.Name] = []
     data: dict[str, Any] = {"name": "digits"}
     stream: dict[str, Any] = {"name": "domains"}
+    #: which of the stream's clients are there
+    present: dict[str, Any] = {}
     model: dict[str, Any] = {"name": "mlp"}
     local: Local = Local()
     method: dict[str, Any] = {"name": "fedavg"}
@@ -200,6 +212,7 @@ def parse(values: Mapping[str, Any]) -> Config:
     names = {"data": DATASETS, "stream": STREAMS, "model": MODELS}
     for section, builders in names.items():
         _arguments(section, builders, getattr(config, section))
+    _arguments("present", PRESENT, config.present | {"name": "present"})
     check_method(config, config.method)
     for name in config.methods:
         check_method(config, {"name": name}, f"methods.{name}")
@@ -285,6 +298,8 @@ def experiment(config: Config, method: str | None = None, seed: int | None = Non
             raise ConfigError("standardise: sites have to agree on it; do it in the data function")
         table = data.standardised(table)
     stream = _build("stream", STREAMS, config.stream, table)
+    if config.present:
+        stream = _build("present", PRESENT, config.present | {"name": "present"}, stream)
     if config.sample and config.sample > stream.clients:
         raise ConfigError(f"sample is {config.sample}, but the stream has {stream.clients} clients")
     model = _build("model", MODELS, config.model, table)
@@ -319,9 +334,10 @@ def _build(
 
 
 def settings(builder: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """What a configuration may set of a builder: all but the data it is given and their folder."""
+    """What a configuration may set of a builder: all but the data or stream it is given, and the
+    data's folder."""
     given = inspect.signature(builder).parameters.items()
-    skipped = ("d", "data", "folder")
+    skipped = ("d", "data", "folder", "stream")
     return {name: parameter for name, parameter in given if name not in skipped}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from everfed import reproduce
-from everfed.config import DATASETS, MODELS, STREAMS, ConfigError, settings
+from everfed.config import DATASETS, MODELS, PRESENT, STREAMS, ConfigError, settings
 from everfed.data.table import arrays
 from everfed.errors import EverfedError
 from everfed.method import Method
@@ -37,7 +37,11 @@ def table(what: str) -> Table:
     for column in ("name", "what it is", "settings"):
         out.add_column(column)
     for name, build in kinds[what].items():
-        out.add_row(name, _first_line(build), _settings(build))
+        out.add_row(name, _first_sentence(build), _settings(build))
+    if what == "streams":
+        build = PRESENT["present"]
+        out.add_section()
+        out.add_row("\\[present]", _first_sentence(build), _settings(build))
     return out
 
 
@@ -106,8 +110,9 @@ def _settings(build: Callable[..., Any]) -> str:
     return ", ".join(text(*item) for item in settings(build).items()) or "none"
 
 
-def _first_line(build: Callable[..., Any]) -> str:
-    return (build.__doc__ or "").strip().split("\n")[0]
+def _first_sentence(build: Callable[..., Any]) -> str:
+    text = " ".join((build.__doc__ or "").split("\n\n")[0].split())
+    return text.split(". ")[0].rstrip(".")
 
 
 def _yes(flag: bool) -> str:

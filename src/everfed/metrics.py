@@ -56,6 +56,16 @@ def worst_drop(a: Matrix) -> float:
     return float(np.min(_changes(a))) if len(a) > 1 else math.nan
 
 
+def prequential(a: Matrix) -> float:
+    """Mean accuracy on each task but the first before it was trained on: first tested, then
+    trained, as it is for forecasts. NaN with a single task.
+
+    >>> prequential(np.array([[0.9, 0.5, 0.4], [0.8, 0.9, 0.7], [0.7, 0.8, 0.9]]))
+    0.6
+    """
+    return float(np.mean(np.diag(a, 1))) if len(a) > 1 else math.nan
+
+
 def rounds_to_best(records: Iterable[Record], metric: str = "accuracy") -> float:
     """Rounds, summed over tasks, until a task's own accuracy was first at its maximum in that task.
 

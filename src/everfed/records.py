@@ -30,6 +30,11 @@ class Loaded:
         return self.about.get("seed", "?")
 
     @property
+    def in_time_order(self) -> bool:
+        """Whether its tasks are blocks of time."""
+        return _table(self.about, "stream").get("stream") == "Blocks"
+
+    @property
     def tasks(self) -> list[str]:
         known = self.about.get("tasks") or []
         return [shown(name) for name in known] or [f"task {k + 1}" for k in range(self._last_task)]

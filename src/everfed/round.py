@@ -156,8 +156,8 @@ class Rounds:
         events = Events()
         empty = Reduced({}, fed.w, 0, 0.0, self.stream.clients, fed.round - 1, self._task(fed))
         reduced = [empty] * len(self.method.parts)
-        if self.method.using("close"):
-            cohort, _ = self.draw(fed.round - 1, None)
+        cohort, _ = self.draw(fed.round - 1, None) if self.method.using("close") else ([], 0)
+        if cohort:
             ended = replace(fed, round=fed.round - 1)
             down: list[State] = [{} for _ in self.method.parts]
             answer = self._ask("close", ended, fed.w, down, cohort, events)

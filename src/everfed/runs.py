@@ -107,6 +107,11 @@ class Run:
         """The largest loss of accuracy on one earlier task (negative)."""
         return metrics.worst_drop(self.matrix)
 
+    @property
+    def prequential(self) -> float:
+        """Mean accuracy on each task before it was trained on."""
+        return metrics.prequential(self.matrix)
+
     def __repr__(self) -> str:
         return f"Run(acc={self.acc:.3f}, bwt={self.bwt:.3f}, tasks={', '.join(self.tasks)})"
 
@@ -168,10 +173,8 @@ def run(
     for part in method.parts:
         part.check(settings)
     with surroundings():
-        compute = _compute(model, stream, seed, precision, grouping, device)
-        data = stream.data.to(compute.device, compute.dtype)
-        _check_model(compute, stream, data, loss)
-        program = ClientProgram(method, compute, stream, data, settings, seed, loss)
+        program = prepare(method, stream, model, settings, seed, loss, precision, grouping, device)
+        compute = program.compute
         what = {
             "method": method.describe(),
             "seed": seed,
@@ -436,6 +439,24 @@ def _keep_freed_memory() -> None:
     if libc is not None and hasattr(libc, "mallopt"):  # not in musl
         for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             libc.mallopt(option, 2**30)
+
+
+def prepare(
+    method: Method,
+    stream: Stream,
+    model: nn.Module | Callable[[], nn.Module],
+    local: Local,
+    seed: int,
+    loss: LossFunction = cross_entropy,
+    precision: Precision = "float32",
+    grouping: Grouping = "auto",
+    device: str = "auto",
+) -> ClientProgram:
+    """The client program with the model's first weights, once it is known that the model fits."""
+    compute = _compute(model, stream, seed, precision, grouping, device)
+    data = stream.data.to(compute.device, compute.dtype)
+    _check_model(compute, stream, data, loss)
+    return ClientProgram(method, compute, stream, data, local, seed, loss)
 
 
 def _compute(

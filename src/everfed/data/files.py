@@ -123,16 +123,7 @@ def npz(
     path = Path(file).expanduser()
     if not path.is_absolute():
         path = data_folder(folder) / path
-    if not path.is_file():
-        raise EverfedError(f"{path} does not exist")
-    try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError("it is a single array")
-        with archive:
-            found: dict[str, np.ndarray] = {key: archive[key] for key in archive.files}
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError, zlib.error) as error:
-        raise EverfedError(f"{path} is not a whole .npz file: {error}") from None
+    found = read_npz(path)
     for part in ("train", "test"):
         if f"jpeg_{part}" in found and f"offset_{part}" in found:
             files, ends = found.pop(f"jpeg_{part}"), found.pop(f"offset_{part}")
@@ -169,6 +160,20 @@ def npz(
         test_task=None if codes is None else codes[test],
         name=path.stem,
     )
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an .npz file."""
+    if not path.is_file():
+        raise EverfedError(f"{path} does not exist")
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it is a single array")
+        with archive:
+            return {key: archive[key] for key in archive.files}
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, zlib.error) as error:
+        raise EverfedError(f"{path} is not a whole .npz file: {error}") from None
 
 
 def _decoded(path: Path, files: np.ndarray, ends: np.ndarray) -> np.ndarray:

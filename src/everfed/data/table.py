@@ -35,6 +35,7 @@ class Data:
     task: np.ndarray | None = None  #: task (domain) of each sample
     client: np.ndarray | None = None  #: owner of each sample
     tasks: tuple[str, ...] = ("all",)  #: names of the tasks
+    ordered: bool = False  #: whether the rows of `x` are in time order
 
     @cached_property
     def classes(self) -> int:
@@ -54,7 +55,7 @@ class Data:
         """The same samples on another device; floats in the model's precision."""
         x = self.x.to(device, dtype) if self.x.is_floating_point() else self.x.to(device)
         y = self.y.to(device, dtype) if self.y.is_floating_point() else self.y.to(device)
-        return Data(self.name, x, y, self.train, self.test, self.task, self.client, self.tasks)
+        return replace(self, x=x, y=y)
 
     def take(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Inputs and labels of samples: ids of any shape (...) -> (..., *sample), (...)."""
@@ -86,6 +87,7 @@ def arrays(
     test_task: Sequence[int] | np.ndarray | None = None,
     client: Sequence[int] | np.ndarray | None = None,
     tasks: Sequence[str] | None = None,
+    ordered: bool = False,
     name: str = "arrays",
 ) -> Data:
     """A data set from tensors or arrays, with optional task and client ids for each sample.
@@ -103,6 +105,7 @@ def arrays(
         test_task: the task of every test sample.
         client: the owner of every sample, counted from 0.
         tasks: names of the tasks.
+        ordered: whether samples are in time order, those to test on the last.
         name: what messages and records call the data.
     """
     xs, ys = _inputs(x), _labels(y)
@@ -135,7 +138,7 @@ def arrays(
     names = tuple(tasks or _task_names(task_ids))
     if task_ids is not None and task_ids.max() >= len(names):
         raise EverfedError(f"{name}: task ids go up to {task_ids.max()}, names are {len(names)}")
-    return Data(name, xs, ys, train, held, task_ids, client_ids, names)
+    return Data(name, xs, ys, train, held, task_ids, client_ids, names, ordered)
 
 
 def standardised(data: Data) -> Data:

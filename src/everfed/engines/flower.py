@@ -192,13 +192,16 @@ class FlowerEngine:
 
     # who is there ----------------------------------------------------------------------------
     def online(self, round_: int) -> np.ndarray:
-        """The sites that are connected, once there are enough of them."""
+        """The sites that are connected, once there are enough of them; of those, the ones that the
+        stream has online."""
         until = time.monotonic() + self.terms.wait
         told = False
         while True:
             here = self._greet()
             if len(here) >= self.terms.sites:
-                return np.array(sorted(here), dtype=np.int64)
+                planned = self.program.stream.online(round_)
+                there = here if planned is None else here & set(planned.tolist())
+                return np.array(sorted(there), dtype=np.int64)
             if time.monotonic() > until:
                 raise EverfedError(
                     f"round {round_ + 1}: {len(here)} of at least {self.terms.sites} sites are "

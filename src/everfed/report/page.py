@@ -20,7 +20,7 @@ import numpy as np
 
 from everfed import __version__
 from everfed.errors import EverfedError
-from everfed.metrics import Record, matrix, summarise
+from everfed.metrics import Record, matrix, prequential, summarise
 from everfed.records import Loaded, differing, unequal
 from everfed.report.table import COLUMNS, cells, spread, trouble
 
@@ -201,6 +201,10 @@ def notes(runs: Runs) -> list[str]:
             if run.rounds and run.rounds_done < run.rounds:
                 done = f"{run.rounds_done} of {run.rounds} rounds"
                 out.append(f"{method}, seed {run.seed}: unfinished, {done}")
+        ahead = [prequential(matrix(run.records)) for run in own if run.in_time_order]
+        if ahead and not math.isnan(np.mean(ahead)):
+            share = f"{100 * np.mean(ahead):.1f} %"
+            out.append(f"{method}: {share} right on each block before it was trained on")
     return out
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +16,7 @@ from everfed.errors import EverfedError
 from everfed.report.figure import bubbles, plain
 from everfed.streams.drift import Estimate, Look, Task
 from everfed.streams.stream import Stream
+from everfed.theory.measure import Measured
 
 EXPLAINED = (
     "Label skew: mean total variation (TV) between a client's labels and all clients'. To the task "
@@ -25,16 +27,57 @@ EXPLAINED = (
 )
 
 
+MEASURED = (
+    "Squared lengths of the full gradients' parts, ± their standard error over clients, and as "
+    "shares of the squared length of the mean gradient. Client drift: a client's own for good. "
+    "Time drift: its own in one round, beyond what its finitely many samples give by chance; α is "
+    "its correlation from round to round. Common drift: the same for all clients in one round. "
+    "CFL's weights of past rounds: everfed theory weights ROUNDS --drift D² --alpha α --loss R²."
+)
+
+
+def drifts(found: Measured) -> Table:
+    """What `everfed theory drift` prints."""
+    out = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    for head in ("", "", "value", "share"):
+        out.add_column(head, justify="right" if head else "left", no_wrap=True)
+    drift, error = found.drift, found.error
+    seen = drift.time > 2 * error.time  # otherwise there is nothing to be correlated
+    rows = (
+        ("G²", "client drift", drift.client, error.client),
+        ("D²", "time drift", drift.time, error.time),
+        ("C²", "common drift", found.common, None),
+        ("N²", "chance", found.chance, None),
+    )
+    for sign, name, value, spread in rows:
+        shown = f"{value:.3g}" if spread is None else f"{value:.3g} ± {spread:.1g}"
+        share = f"{value / found.length:.2f}" if found.length else "–"
+        out.add_row(sign, name, shown, share)
+        if sign == "D²":
+            correlation = f"{drift.alpha:.2f} ± {error.alpha:.1g}" if seen else "–"
+            out.add_row("α", "its correlation", correlation, "")
+    return out
+
+
 def table(seen: Look, narrow: bool = False) -> Table:
     """One row a task, without columns that have nothing to say. A narrow table has what chance
     gives under the estimates."""
     rows = [_cells(task, narrow) for task in seen.tasks]
     heads = [head for head in rows[0] if any(row[head] != "–" for row in rows)]
+    if narrow and "JS" in heads and len(heads) > 8:
+        heads.remove("JS")  # more do not fit
     padding = (0, 0, 0, 1) if narrow else (0, 1)
-    out = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=padding)
+    out = Table(
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=padding,
+        show_edge=not narrow,
+        pad_edge=False,
+    )
     out.add_column("task", no_wrap=True, overflow="ellipsis")
     for head in heads:
-        out.add_column(head.replace(" ", "\n") if narrow else head, justify="right", no_wrap=True)
+        shown = head if seen.counted == "class" else head.replace("label", seen.counted)
+        out.add_column(shown.replace(" ", "\n") if narrow else shown, justify="right", no_wrap=True)
     for task, row in zip(seen.tasks, rows, strict=True):
         out.add_row(Text(task.name), *(row[head] for head in heads))
     return out
@@ -66,38 +109,45 @@ def _distance(found: Estimate, join: str) -> str:
 
 
 def picture(stream: Stream, seen: Look, path: Path, shown: int = 7) -> None:
-    """Bubbles: classes of all clients together and of the first few; without classes, samples."""
+    """Bubbles: classes of all clients together and of the first few; without classes, samples.
+    And who is online, where not all are."""
+    come_and_go = not seen.there.all()
     panels = [("all clients", seen.held.sum(1))]
     if len(seen.clients) > 1:
-        some = seen.clients[:shown]
+        some = seen.clients[: shown - come_and_go]
         panels += [(f"client {client}", seen.held[:, k]) for k, client in enumerate(some)]
     if not seen.classes:
         panels = [("samples of each client", seen.held[:, :40, 0])]
     rows, moments = panels[0][1].shape[1], len(seen.rounds)
+    names = seen.names if seen.classes else [str(client) for client in seen.clients[:40]]
     few = moments <= 15  # data sets that last for rounds stand side by side
     wide = 1.0 + 0.28 * max(4, moments) if few else 5.2
     tall = max(1.7, 0.17 * min(rows, 30) + 0.8)
-    columns = min(len(panels), max(1, min(4, int(11 / wide))))
+    count = len(panels) + come_and_go
+    columns = min(count, max(1, min(4, int(11 / wide))))
     with plain():
         figure, axes = plt.subplots(
-            -(-len(panels) // columns), columns, squeeze=False, layout="constrained",
-            figsize=(wide * columns, tall * -(-len(panels) // columns)),
+            -(-count // columns), columns, squeeze=False, layout="constrained",
+            figsize=(wide * columns, tall * -(-count // columns)),
         )  # fmt: skip
-        for axis in axes.ravel()[len(panels) :]:
+        for axis in axes.ravel()[count:]:
             axis.set_visible(False)
+        if come_and_go:
+            _online(axes.ravel()[count - 1], seen)
         for axis, (title, held) in zip(axes.ravel(), panels, strict=False):
             x = list(range(moments)) if few else seen.rounds
             gap = min(0.17, (wide - 1) / moments, 0.9 * (tall - 0.8) / rows)
             found = [(m, c, held[m, c]) for m, c in np.argwhere(held > 0)]
             if found:
-                bubbles(axis, x, [str(c) for c in range(rows)], found, max(0.03, gap))
+                bubbles(axis, x, names, found, max(0.03, gap))
             axis.set_title(title, loc="left", fontsize=9)
-            axis.set_ylabel("class" if seen.classes else "client", fontsize=8)
+            axis.set_ylabel(seen.counted if seen.classes else "client", fontsize=8)
             if few:
                 axis.set_xticks(x, [str(t) for t in seen.rounds])
                 axis.set_xlim(-0.7, moments - 0.3)
                 axis.set_xlabel("from round", fontsize=8)
             else:
+                axis.set_xlim(1 - 0.02 * stream.rounds, 1.02 * stream.rounds)
                 for edge in np.cumsum([stream.length(k) for k in range(len(stream.tasks) - 1)]):
                     axis.axvline(edge + 0.5, color="0.75", lw=0.8, ls=":")
             axis.tick_params(labelsize=7)
@@ -107,3 +157,18 @@ def picture(stream: Stream, seen: Look, path: Path, shown: int = 7) -> None:
             raise EverfedError(f"{path} cannot be written: {error}") from None
         finally:
             plt.close(figure)
+
+
+def _online(axis: Axes, seen: Look) -> None:
+    """Which clients are there, round by round."""
+    some = seen.there[:, :40]
+    spread = (seen.times[0] - 0.5, seen.times[-1] + 0.5, some.shape[1] - 0.5, -0.5)
+    axis.imshow(
+        some.T, aspect="auto", interpolation="nearest", cmap="Blues", vmax=1.4, extent=spread
+    )
+    axis.set_title("online", loc="left", fontsize=9)
+    axis.set_ylabel("client", fontsize=8)
+    axis.set_xlabel("round")
+    places = np.linspace(0, some.shape[1] - 1, min(6, some.shape[1])).astype(int)
+    axis.set_yticks(places, [str(seen.clients[k]) for k in places])
+    axis.tick_params(labelsize=7)

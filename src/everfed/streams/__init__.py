@@ -1,4 +1,4 @@
-"""Streams of changing data: domains, classes, natural users, or one's own."""
+"""Streams of changing data: domains, classes, natural users, drifting mixtures, time as it was."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ import numpy as np
 from everfed.chance import rng
 from everfed.data.table import Data
 from everfed.errors import EverfedError
+from everfed.streams.blocks import Blocks, blocks
 from everfed.streams.evolving import Evolving, evolving
+from everfed.streams.mixture import Drifting, Periodic, drifting, periodic
+from everfed.streams.presence import Present, present
 from everfed.streams.sites import sites
-from everfed.streams.stream import Head, Stream, TaskStream
+from everfed.streams.stream import Head, Stream, TaskStream, positive
 
 __all__ = [
-    "Evolving", "Given", "Head", "Stream", "TaskStream", "classes", "domains", "evolving", "given",
-    "sites", "static",
+    "Blocks", "Drifting", "Evolving", "Given", "Head", "Periodic", "Present", "Stream",
+    "TaskStream", "blocks", "classes", "domains", "drifting", "evolving", "given", "periodic",
+    "present", "sites", "static",
 ]  # fmt: skip
 
 
@@ -48,7 +52,7 @@ def domains(
         order: the domains to play, in order; left out: as the data list them.
         seed: of the split; left out: the run's seed.
     """
-    _positive(clients=clients, rounds=rounds)
+    positive(clients=clients, rounds=rounds)
     if data.task is None:
         raise EverfedError(f"{data.name} has no task column; give one, or use streams.static")
     names = tuple(order or data.tasks)
@@ -92,7 +96,7 @@ def classes(
             task is known, and only that task's classes compete.
         seed: of the class order and the split; left out: the run's seed.
     """
-    _positive(clients=clients, rounds=rounds, tasks=tasks)
+    positive(clients=clients, rounds=rounds, tasks=tasks)
     if data.classes % tasks:
         raise EverfedError(f"{data.classes} classes cannot be cut into {tasks} equal tasks")
     if head not in ("class", "task"):
@@ -136,7 +140,7 @@ def static(
         rounds: how many there are.
         seed: of the split; left out: the run's seed.
     """
-    _positive(clients=clients, rounds=rounds)
+    positive(clients=clients, rounds=rounds)
     sets = ((data.train, data.test),)
     _check_split(data, ("all",), sets, clients, alpha)
     return TaskStream(data, clients, rounds, alpha, sets, ("all",), seed=seed)
@@ -202,16 +206,10 @@ def given(data: Data, *, rounds: int = 20) -> Stream:
         data: samples with a client column.
         rounds: rounds of each task.
     """
-    _positive(rounds=rounds)
+    positive(rounds=rounds)
     if data.client is None:
         raise EverfedError(f"{data.name} has no client column; use streams.static or domains")
     return Given(data, rounds)
-
-
-def _positive(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise EverfedError(f"{name} must be at least 1, not {value}")
 
 
 def _check_split(

@@ -13,7 +13,7 @@ All numbers are estimates from the training samples of the clients and rounds lo
 
 TV is the total variation distance (0 equal, 1 disjoint), JS the Jensen-Shannon divergence in bits.
 Finite samples alone give a TV above 0: `chance` is its mean over draws of the same sizes from one
-common distribution.
+common distribution. In a stream that mixes domains (`Stream.counted`), labels are domains here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from everfed.chance import rng
-from everfed.streams.labels import counts
+from everfed.streams.labels import kinds
 from everfed.streams.stream import Stream
 
 #: clients, moments and (for inputs) samples of a task that are looked at
@@ -67,32 +67,44 @@ class Look:
     tasks: list[Task]
     rounds: list[int]  #: the moments
     clients: list[int]
-    held: np.ndarray  #: (moments, clients, classes) samples
+    held: np.ndarray  #: (moments, clients, classes or domains) samples
+    names: list[str]  #: of the classes or domains
+    counted: str  #: "class" or "domain"
+    times: list[int]  #: rounds in which it was asked who is online
+    there: np.ndarray  #: (times, clients), whether
 
     @property
     def classes(self) -> bool:
         """Whether labels are classes."""
         return bool(self.held.shape[2] > 1)
 
+    @property
+    def online(self) -> tuple[int, int]:
+        """Least and most clients that are there."""
+        count = self.there.sum(1)
+        return int(count.min()), int(count.max())
+
 
 def look(stream: Stream, seed: int) -> Look:
     """Look at a stream of one seed."""
     stream = stream.seeded(seed)
     clients = _some(stream.clients, CLIENTS)
-    moments = _moments(stream, clients)
+    times = _some(stream.rounds, 10 * MOMENTS)
+    there = np.array([_there(stream, clients, at) for at in times])
+    moments = _moments(stream, clients, dict(zip(times, there, strict=True)))
     cache: dict[tuple[int, int], np.ndarray] = {}
 
-    nothing = counts(stream.data, np.zeros(0, dtype=np.int64))
+    nothing = kinds(stream, np.zeros(0, dtype=np.int64))
 
     def at(round_: int) -> list[np.ndarray]:
         """What each client holds; nothing, where it is not online."""
-        online = stream.online(round_)
-        there = set(clients) if online is None else set(np.asarray(online).tolist())
-        for client in there & set(clients):
+        out = []
+        for client, online in zip(clients, _there(stream, clients, round_), strict=True):
             key = (client, stream.block(client, round_))
-            if key not in cache:
-                cache[key] = counts(stream.data, stream.samples(client, round_))
-        return [cache[c, stream.block(c, round_)] if c in there else nothing for c in clients]
+            if online and key not in cache:
+                cache[key] = kinds(stream, stream.samples(client, round_))
+            out.append(cache[key] if online else nothing)
+        return out
 
     held = np.array([at(round_) for round_ in moments])
     of_task = np.array([stream.task(round_) for round_ in moments])
@@ -127,7 +139,12 @@ def look(stream: Stream, seed: int) -> Look:
             )
         )
         before = pooled, inputs
-    return Look(tasks, [round_ + 1 for round_ in moments], clients, held)
+    rows = stream.data.tasks if stream.counted == "domain" else range(held.shape[2])
+    names = [str(row) for row in rows]
+    return Look(
+        tasks, [t + 1 for t in moments], clients, held, names, stream.counted,
+        [t + 1 for t in times], there,
+    )  # fmt: skip
 
 
 def total_variation(a: np.ndarray, b: np.ndarray) -> float:
@@ -175,12 +192,19 @@ def _some(count: int, limit: int) -> list[int]:
     return sorted({int(k) for k in np.linspace(0, count - 1, min(count, limit))})
 
 
-def _moments(stream: Stream, clients: list[int]) -> list[int]:
-    """Rounds with new data for some client, and every task's first; some of them if many."""
+def _there(stream: Stream, clients: list[int], round_: int) -> np.ndarray:
+    """Which of the clients are online."""
+    online = stream.online(round_)
+    return np.isin(clients, clients if online is None else online)
+
+
+def _moments(stream: Stream, clients: list[int], there: dict[int, np.ndarray]) -> list[int]:
+    """Rounds with new data for some client, or other clients online, and every task's first; some
+    of them if many."""
     found: list[int] = []
-    last: list[int] = []
-    for at in _some(stream.rounds, 10 * MOMENTS):
-        now = [stream.block(client, at) for client in clients]
+    last: list[int | None] = []
+    for at, online in there.items():
+        now = [stream.block(i, at) if o else None for i, o in zip(clients, online, strict=True)]
         if now != last:
             found.append(at)
         last = now

@@ -7,13 +7,12 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from everfed.chance import rng
 from everfed.data.table import Data
 from everfed.errors import EverfedError
-from everfed.streams.partition import lda
-from everfed.streams.stream import Stream
+from everfed.streams.partition import kinds, lda
+from everfed.streams.stream import Stream, positive
 
 Split = Literal["one", "two"]
 Order = Literal["drawn", "window", "fresh"]
@@ -40,11 +39,7 @@ class Evolving(Stream):
 
     @cached_property
     def _labels(self) -> np.ndarray:
-        """Classes of the training samples; where there are none, their place in time."""
-        y = self.data.y[torch.as_tensor(self.data.train)]
-        if y.is_floating_point() or y.dim() > 1:
-            return np.arange(len(y)) * self.clients * self.subsets // len(y)
-        return np.asarray(y.numpy())
+        return kinds(self.data, self.clients * self.subsets)
 
     @cached_property
     def _sequences(self) -> np.ndarray:
@@ -132,9 +127,7 @@ def evolving(
         stride: samples by which a window moves on each round; left out: its length.
         seed: of the split and the draws; left out: the run's seed.
     """
-    for name, value in {"clients": clients, "subsets": subsets, "rounds": rounds}.items():
-        if value < 1:
-            raise EverfedError(f"{name} must be at least 1, not {value}")
+    positive(clients=clients, subsets=subsets, rounds=rounds)
     if not alpha > 0:
         raise EverfedError(f"alpha must be above 0, not {alpha}")
     made = Evolving(data, clients, rounds, subsets, alpha, split, prior, order, 0, seed)

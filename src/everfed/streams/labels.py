@@ -21,6 +21,14 @@ def counts(data: Data, ids: np.ndarray) -> np.ndarray:
     return np.bincount(data.y[torch.as_tensor(ids)].numpy(), minlength=data.classes)
 
 
+def kinds(stream: Stream, ids: np.ndarray) -> np.ndarray:
+    """Samples of each class, or of each domain where the stream counts those."""
+    data = stream.data
+    if stream.counted == "class" or data.task is None:
+        return counts(data, ids)
+    return np.bincount(data.task[ids], minlength=len(data.tasks))
+
+
 def held(stream: Stream, cohort: list[int], round_: int) -> dict[str, Any]:
     """The cohort's label counts for a record: of all its clients together and, so that records
     stay small, of single ones only with the lowest ids."""

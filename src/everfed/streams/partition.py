@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from everfed.chance import rng
+from everfed.data.table import Data
 from everfed.errors import EverfedError
+
+
+def kinds(data: Data, blocks: int) -> np.ndarray:
+    """Classes of the training samples; where there are none, as many blocks in their order."""
+    y = data.y[torch.as_tensor(data.train)]
+    if y.is_floating_point() or y.dim() > 1:
+        return np.arange(len(y)) * blocks // len(y)
+    return np.asarray(y.numpy())
 
 
 def split(
@@ -105,6 +115,13 @@ def lda(
 def _log_gamma(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Logarithms of gamma draws, which for a tiny `a` would underflow: G(a) = G(a + 1) U^(1/a)."""
     return np.asarray(np.log(random.gamma(a + 1)) + np.log(random.random(a.shape)) / a)
+
+
+def dirichlet_row(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """One draw from Dirichlet(a), for concentrations however small."""
+    logs = _log_gamma(a, random)
+    weights = np.exp(logs - logs.max())
+    return np.asarray(weights / weights.sum())
 
 
 def _dirichlet_rows(rows: int, parts: int, alpha: float, random: np.random.Generator) -> np.ndarray:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from everfed.data.table import Data
+from everfed.errors import EverfedError
 from everfed.streams.partition import split
 
 #: shared: one head for all tasks; class: classes arrive task by task and compete with all seen;
@@ -36,6 +37,8 @@ class Stream(ABC):
     head: Head = "shared"
     #: the classes that each task brings, where they arrive task by task
     task_classes: tuple[tuple[int, ...], ...] | None = None
+    #: what `everfed stream` counts: samples of each class, or of each domain
+    counted: Literal["class", "domain"] = "class"
     #: whether a client is another one in every round, so that it cannot keep a state
     stateless: bool = False
 
@@ -189,3 +192,10 @@ class TaskStream(Stream):
             "head": self.head,
             "seed": self.seed,
         }
+
+
+def positive(**values: int) -> None:
+    """Raise EverfedError for a setting below 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise EverfedError(f"{name} must be at least 1, not {value}")

@@ -11,9 +11,11 @@ clients, products of rounds that lie l apart are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 
 @dataclass(frozen=True)
@@ -38,20 +40,13 @@ def estimate(gradients: NDArray[np.float64], correlated: bool = False) -> Drift:
     least = 3 if correlated else 2
     if rounds < least or clients < 2:
         raise ValueError(f"drift shows in at least {least} rounds of 2 clients")
-    r = gradients - gradients.mean(1, keepdims=True)
-    share = clients * (1 - 1 / clients)
-
-    def product(lag: int) -> float:
-        n = rounds - lag
-        return float(np.einsum("tid,tid->", r[:n], r[lag:]) / (n * share))
-
-    same = product(0)
+    same, *later = products(gradients, 3 if correlated else 1).tolist()
     if not correlated:
-        total = r.sum(0)
-        pairs = float((total**2).sum()) - same * rounds * share  # all pairs of unequal rounds
-        client = pairs / (rounds * (rounds - 1) * share)
+        total = (gradients - gradients.mean(1, keepdims=True)).sum(0)
+        pairs = float((total**2).sum()) / (clients - 1) - same * rounds  # of unequal rounds
+        client = pairs / (rounds * (rounds - 1))
         return Drift(max(client, 0.0), max(same - client, 0.0))
-    one, two = same - product(1), product(1) - product(2)  # D^2 (1 - alpha), D^2 alpha (1 - alpha)
+    one, two = same - later[0], later[0] - later[1]  # D^2 (1 - alpha), D^2 alpha (1 - alpha)
     alpha = min(max(two / one, 0.0), 0.999) if one > 0 else 0.0
     time = max(one, 0.0) / (1 - alpha)
     return Drift(max(same - time, 0.0), time, alpha)
@@ -82,3 +77,29 @@ def scattered(
     pairs = (clients[:, None] == clients) & (at[:, None] != at)
     client = products[pairs].sum() / factor[pairs].sum() if factor[pairs].sum() > 0 else 0.0
     return Drift(float(max(client, 0.0)), float(max(same - client, 0.0)))
+
+
+def products(gradients: NDArray[np.float64], lags: int) -> NDArray[np.float64]:
+    """C(l) / (1 - 1/N) of the gradients (rounds, clients, d), for the first lags."""
+    rounds, clients, _ = gradients.shape
+    r = gradients - gradients.mean(1, keepdims=True)
+    sums = [np.einsum("tid,tid->", r[: rounds - lag], r[lag:]) for lag in range(lags)]
+    return np.asarray(sums / ((rounds - np.arange(lags)) * (clients - 1)))
+
+
+def fitted(products: NDArray[np.float64], rounds: int) -> Drift:
+    """The drifts that come nearest to all of these products, weighted by how many there were: for
+    drift that is slow, or that is seen through noise."""
+    lags = np.arange(len(products))
+    weights = rounds - lags
+    best = (np.inf, Drift(0.0, 0.0))
+    for alpha in np.linspace(0, 0.99, 100):
+        curve = alpha**lags
+        design = np.stack([np.ones_like(curve), curve], 1) * np.sqrt(weights)[:, None]
+        (client, time), miss = nnls(design, products * np.sqrt(weights))
+        best = min(
+            best,
+            (miss, Drift(float(client), float(time), float(alpha) if time else 0.0)),
+            key=itemgetter(0),
+        )
+    return best[1]
