@@ -191,15 +191,18 @@ class Phase(Context):
         assert total is not None
         return total[..., 0, :] if self.alone else total
 
-    def hutchinson(self, w: Tensor, probes: int) -> Tensor:
+    def hutchinson(self, w: Tensor, probes: int, since: int = 0) -> Tensor:
         p = self.program
-        out = torch.empty(len(self.jobs), self.layout.d, device=w.device, dtype=w.dtype)
+        out = torch.zeros(len(self.jobs), self.layout.d, device=w.device, dtype=w.dtype)
         for row, (job, vector) in enumerate(zip(self.jobs, w, strict=True)):
             random = rng(self.seed, "hutchinson", self.round, job.client)
             signs = torch.from_numpy(random.integers(0, 2, (probes, self.layout.d)) * 2 - 1).to(w)
-            x, y = p.data.take(torch.from_numpy(job.trains_on), w.dtype)
-            objective = p.objective(self.task)
-            out[row] = curvature.hutchinson(p.compute, vector.clone(), x, y, objective, signs)
+            signs[:, :since] = 0
+            for begin, end in _slices([len(job.trains_on)]):
+                ids = torch.from_numpy(job.trains_on[begin:end])
+                own = (*p.data.take(ids, w.dtype), p.objective(self.task), signs)
+                share = len(ids) / len(job.trains_on)
+                out[row] += share * curvature.hutchinson(p.compute, vector.clone(), *own)
         return out
 
     def logits(self, w: Tensor, x: Tensor) -> Tensor:

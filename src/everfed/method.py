@@ -67,8 +67,9 @@ class Context(Protocol):
         what lies before coordinate `since` may be left 0, which is cheaper."""
         ...
 
-    def hutchinson(self, w: Tensor, probes: int) -> Tensor:
-        """Hutchinson's estimate of the Hessian's diagonal at w."""
+    def hutchinson(self, w: Tensor, probes: int, since: int = 0) -> Tensor:
+        """Hutchinson's estimate of the Hessian's diagonal at w; what lies before coordinate `since`
+        is left 0, and adds no variance."""
         ...
 
     def logits(self, w: Tensor, x: Tensor) -> Tensor:

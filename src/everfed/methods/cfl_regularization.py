@@ -29,20 +29,27 @@ from everfed.methods.registry import register
 from everfed.theory.weights import independent
 from everfed.vector import Layout, Slot
 
-Layers = Literal["top", "all"] | dict[str, float]
+Layers = Literal["top", "all"] | dict[str, NonNegativeFloat]
 
 
 def chosen(layers: Layers, layout: Layout) -> list[tuple[Slot, float]]:
-    """The regularised slots with their strengths; "top": the last layer 1, the one before 0.1."""
-    names = layout.layers()
+    """The regularised slots with their strengths; "top": the last block 1, the one before 0.1."""
     if layers == "all":
-        layers = dict.fromkeys(names, 1.0)
-    elif layers == "top":
-        layers = dict(zip(names[-2:], (0.1, 1.0)[-len(names[-2:]) :], strict=True))
-    for name in layers:
-        if not layout.names(name):
-            raise EverfedError(f"the model has no layer {name!r}; it has {', '.join(names)}")
-    return [(slot, beta) for name, beta in layers.items() for slot in layout.names(name)]
+        return [(slot, 1.0) for slot in layout.slots]
+    blocks = layout.blocks()
+    if layers == "top":
+        layers = dict(zip(blocks[-2:], (0.1, 1.0)[-len(blocks[-2:]) :], strict=True))
+    out: dict[Slot, float] = {}
+    for name, beta in layers.items():
+        slots = layout.names(name)
+        if not slots:
+            raise EverfedError(f"the model has no layer {name!r}; it has {', '.join(blocks)}")
+        if any(slot in out for slot in slots):
+            raise EverfedError(f"layers: {name!r} shares parameters with another name of the table")
+        out |= dict.fromkeys(slots, beta)
+    if not out:
+        raise EverfedError(f"layers names none; the model has {', '.join(blocks)}")
+    return list(out.items())
 
 
 @dataclass(frozen=True)
@@ -91,10 +98,11 @@ class Taylor(Part):
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
         slots = [slot for slot, _ in chosen(self.layers, c.layout)]
+        since = min(slot.start for slot in slots)
         if self.curvature == "fisher":
-            h, g = c.fisher(w, since=min(slot.start for slot in slots))
+            h, g = c.fisher(w, since)
         else:
-            h, g = c.hutchinson(w, self.probes), c.gradient(w)
+            h, g = c.hutchinson(w, self.probes, since), c.gradient(w)
         h = h.clamp_(min=0) if self.clamp else h
         constant = g.addcmul_(h, w, value=-1)
 
@@ -132,7 +140,8 @@ def cfl_regularization(
 
     Args:
         curvature: "fisher", or "hutchinson" for the Hessian's own diagonal.
-        layers: "top" (the last two), "all", or a table of layers with their strengths.
+        layers: "top" (the last block and, at a tenth, the one before), "all", or a table of names
+            of layers or blocks with their strengths.
         buffer: Taylor series that the server keeps.
         weights: "beta" (the strengths of the layers) or "theory" (Theorem 4.1).
         d2: for "theory", the time drift's variance.
