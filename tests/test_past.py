@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import everfed as ef
+from everfed import memory
+from everfed.chance import rng
+from everfed.client import Ask, ClientProgram, Phase
+from everfed.compute import choose
+from everfed.engines.local import LocalEngine
 from everfed.errors import EverfedError
 from everfed.local import Local
 from everfed.method import Reduced
 from everfed.methods import Taylor
 from everfed.methods.cfl_regularization import chosen
+from everfed.round import Federation, Rounds
 from everfed.vector import Layout
 
+CPU = torch.device("cpu")
 RESNET = Layout.of(ef.models.resnet18(1, 10)())
 
 
@@ -68,7 +76,12 @@ def test_layers_are_named_as_the_models():
 def test_wrong_layers_are_told_before_any_work(digits, layers, words):
     stream = ef.streams.static(digits, clients=2, rounds=1)
     with pytest.raises(EverfedError, match=words):
-        ef.run(ef.methods.cfl_regularization(layers=layers), stream, ef.models.mlp(64, 16, 10), workers=1)
+        ef.run(
+            ef.methods.cfl_regularization(layers=layers),
+            stream,
+            ef.models.mlp(64, 16, 10),
+            workers=1,
+        )
 
 
 # Taylor series: the buffer ------------------------------------------------------------------------
@@ -91,13 +104,10 @@ def test_the_latest_forty_series_are_kept_and_summed_exactly():
 
 def test_hutchinson_on_the_last_layers_has_only_their_variance(digits):
     """Probes are 0 on the layers before: the same diagonal, and other layers add no variance."""
-    from everfed.client import Ask, ClientProgram, Phase
-    from everfed.compute import choose
-
     net = ef.models.cnn(1, 8, 10, 3)()
-    compute = choose(net.double(), digits.x[0], torch.device("cpu"), "float32", "single")
+    compute = choose(net.double(), digits.x[0], CPU, "float32", "single")
     stream = ef.streams.static(digits, clients=100, alpha=None, rounds=1).seeded(0)
-    data = digits.to(torch.device("cpu"), torch.float64)
+    data = digits.to(CPU, torch.float64)
     program = ClientProgram(ef.methods.fedavg(), compute, stream, data, Local(), 0)
     w = compute.weights()
     ask = Ask("train", 0, 0, 0.1, w, compute.read_buffers(), [])
@@ -121,3 +131,106 @@ def test_hutchinson_on_the_last_layers_has_only_their_variance(digits):
     z = (got[since:] - exact) / deviation.clamp(min=1e-12)
     assert z.abs().max() < 5.5
     assert 0.8 < z[deviation > 1e-9].square().mean() < 1.25
+
+
+# core sets ----------------------------------------------------------------------------------------
+class Visits(ef.Stream):
+    """One client that holds one of three data sets of 12 samples each, in a given order."""
+
+    task_rounds = None
+
+    def __init__(self, data, order):
+        self.data, self.order, self.clients, self.rounds = data, order, 1, len(order)
+
+    def block(self, client, round_):
+        return self.order[round_]
+
+    def samples(self, client, round_):
+        return self.data.train[12 * self.order[round_] :][:12]
+
+
+def memories(method, digits, order):
+    """What the client keeps after each round, by data set."""
+    stream = Visits(digits, order)
+    torch.manual_seed(0)
+    compute = choose(ef.models.mlp(64, 4, 10)(), digits.x[0], CPU, "float32", "auto")
+    program = ClientProgram(method, compute, stream, digits, Local(), 0)
+    fed = Federation(compute.weights(), compute.read_buffers(), [{}])
+    rounds = Rounds(method, stream, Local(), LocalEngine(program, 1), None, 0)
+    out = []
+    for _ in order:
+        rounds.play(fed)
+        mine = fed.clients[0][0]
+        ids, block = mine["ids"].tolist(), mine["block"].tolist()
+        sets: dict[int, list[int]] = {}
+        for i, b in zip(ids, block, strict=True):
+            sets.setdefault(b, []).append(i)
+        out.append(sets)
+    return stream, out
+
+
+@pytest.mark.parametrize("choice", ["naive", "herding"])
+def test_one_core_set_for_each_data_set_replaced_on_revisit(digits, choice):
+    order = [0, 1, 0, 2, 1]
+    stream, kept = memories(ef.methods.cfl_coreset(5, choice), digits, order)
+    for t, sets in enumerate(kept):
+        met = list(dict.fromkeys(reversed(order[: t + 1])))
+        assert list(sets) == met[::-1]  # in the order of the last visit
+        for block, own in sets.items():
+            held = stream.samples(0, order.index(block)).tolist()
+            assert len(set(own)) == 5
+            assert set(own) <= set(held)
+    for t in range(1, len(order)):  # sets that were not visited stay as they were
+        for block in set(kept[t]) - {order[t]}:
+            assert kept[t][block] == kept[t - 1][block]
+
+
+@pytest.mark.parametrize("choice", ["naive", "herding"])
+@pytest.mark.parametrize(
+    ("evict", "sizes"),
+    [
+        # size 6, budget 10: one set fits; of two and three, what is kept
+        ("shrink", [[6], [5, 5], [3, 3, 4]]),
+        ("oldest", [[6], [4, 6], [4, 6]]),
+    ],
+)
+def test_a_budget_cuts_core_sets(digits, choice, evict, sizes):
+    method = ef.methods.cfl_coreset(6, choice, budget=10, evict=evict)
+    _, kept = memories(method, digits, [0, 1, 2])
+    _, whole = memories(ef.methods.cfl_coreset(6, choice), digits, [0, 1, 2])
+    assert [[len(own) for own in sets.values()] for sets in kept] == sizes
+    if evict == "oldest":
+        assert list(kept[2]) == [1, 2]  # nothing is left of the first
+    # what is kept of the first set at each moment is a part of what was kept before
+    assert set(kept[1][0]) < set(kept[0][0]) == set(whole[0][0])
+    if choice == "herding":  # cut from the end: the first of each class stay, in their order
+        labels = digits.y.numpy()
+        for c in np.unique(labels[kept[0][0]]):
+            first = [i for i in kept[0][0] if labels[i] == c]
+            left = [i for i in kept[1][0] if labels[i] == c]
+            assert left == first[: len(left)]
+
+
+def test_a_budget_is_never_exceeded_and_is_used_up():
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        sizes = random.integers(1, 20, random.integers(1, 8)).tolist()
+        budget = int(random.integers(1, 60))
+        for evict in ("shrink", "oldest"):
+            left = memory.allotted(sizes, budget, evict)
+            assert sum(left) == min(budget, sum(sizes))
+            assert all(a <= b for a, b in zip(left, sizes, strict=True))
+        left = memory.allotted(sizes, budget, "shrink")
+        cut = [a for a, b in zip(left, sizes, strict=True) if a < b]
+        if cut:  # none that was cut has less than another has, but for the rest of the division
+            assert max(left) - min(cut) <= 1
+
+
+def test_naive_cuts_are_uniform():
+    """Every sample of a set of 12 stays in a core set of 6 that is cut to 3 with chance 1/4."""
+    counts = np.zeros(12)
+    for seed in range(2000):
+        kept = memory.uniform(np.arange(12), 6, rng(seed, "core set", 0, 0))
+        counts[memory.uniform(kept, 3, rng(seed, "cut", 0, 0, 0))] += 1
+    # binomial: 500 expected, standard deviation 19.4
+    assert np.abs(counts - 500).max() < 4 * 19.4
