@@ -60,6 +60,7 @@ ROWS = {
                          {"q_mode": "update"}),
     "ewc": Row(methods.ewc, {"lam": 0.5, "decay": 0.9}, reference.ewc, {"lam": 0.5, "decay": 0.9},
                off={"lam": 0.0}),
+    "fedcurv": Row(methods.fedcurv, {"lam": 0.02}, reference.fedcurv, {"lam": 0.02}, off={"lam": 0.0}),
     "lwf": Row(methods.lwf, off={"lam": 0.0}),
     "cfl_coreset": Row(methods.cfl_coreset, {"size": 5}),
     "cfl_coreset herding": Row(methods.cfl_coreset, {"size": 5, "choice": "herding"}),

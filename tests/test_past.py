@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -18,8 +20,12 @@ from everfed.local import Local
 from everfed.method import Reduced
 from everfed.methods import Taylor
 from everfed.methods.cfl_regularization import chosen
+from everfed.past import information_loss
+from everfed.records import collect
+from everfed.report.page import gather
 from everfed.round import Federation, Rounds
 from everfed.vector import Layout
+from quadratics import Game
 
 CPU = torch.device("cpu")
 RESNET = Layout.of(ef.models.resnet18(1, 10)())
@@ -93,7 +99,7 @@ def test_the_latest_forty_series_are_kept_and_summed_exactly():
         at, slope, h = torch.randn(3, 7, 5, generator=g, dtype=torch.float64)
         entries += zip(at, slope, h.square(), strict=True)
         own = {"h": h.square(), "c": slope - h.square() * at}
-        reduced = Reduced(own, torch.zeros(5), 7, 7.0, 7, t, 0)
+        reduced = Reduced(own, torch.zeros(5), 7, 7.0, 7, t, 0, clients=tuple(range(7)))
         _, state = taylor.fold(state, torch.zeros(5), reduced)
     assert len(state["h"]) == 40
     w = torch.randn(5, generator=g, dtype=torch.float64)
@@ -234,3 +240,133 @@ def test_naive_cuts_are_uniform():
         counts[memory.uniform(kept, 3, rng(seed, "cut", 0, 0, 0))] += 1
     # binomial: 500 expected, standard deviation 19.4
     assert np.abs(counts - 500).max() < 4 * 19.4
+
+
+# FedCurv ------------------------------------------------------------------------------------------
+def test_fedcurv_takes_its_own_contribution_out():
+    """w_A = 1, F_A = 2, w_B = 3, F_B = .5, lambda = .5: at w = 2 client A's penalty is
+    .5 * .5 * (2 - 3)^2 = .25, its gradient 2 * .5 * .5 * (2 - 3) = -.5."""
+    own = {"a": torch.tensor([[2.0]]), "b": torch.tensor([[2.0]])}
+    whole = {"a": torch.tensor([2.5]), "b": torch.tensor([3.5])}
+    c = SimpleNamespace(down=whole, mine=own)
+    got = ef.methods.Curv(0.5).grad(torch.zeros(1, 1), torch.tensor([[2.0]]), c)
+    assert got.item() == pytest.approx(-0.5)
+
+
+def test_fedcurv_keeps_the_latest_of_every_client():
+    """Partial participation: the server's sums are those of each client's last round."""
+    random = np.random.default_rng(0)
+    clients = [(random.uniform(0.5, 2, (3, 2)), random.normal(0, 2, (3, 2))) for _ in range(5)]
+    local = Local(lr=0.1, steps=2, batch=8)
+    game = Game(ef.methods.fedcurv(0.02), [clients], rounds=8, local=local, sample=2)
+    for t in range(8):
+        before = {i: s[0] for i, s in game.fed.clients.items()}
+        cohort, _ = game.rounds.draw(t, 2)
+        game.play()
+        for i, states in game.fed.clients.items():
+            changed = i not in before or not torch.equal(before[i]["a"], states[0]["a"])
+            assert changed == (i in cohort)
+        for key in ("a", "b"):
+            total = sum(s[0][key] for s in game.fed.clients.values())
+            torch.testing.assert_close(game.fed.parts[0][key], total)
+
+
+# information loss ---------------------------------------------------------------------------------
+def lost(game: Game, cohort: list[int]) -> float | None:
+    return information_loss(game.rounds.engine.program, game.fed, cohort, game.fed.round - 1)
+
+
+def test_taylor_series_of_quadratics_lose_nothing():
+    """The Hessian's diagonal is exact; the Fisher information is another matrix, and loses."""
+    tasks = [
+        [(np.full((2, 2), 1.5), np.array([[i, 1.0], [t, 3.0]]))] * 2 for i, t in ((0, 1), (4, 2))
+    ]
+    for curvature, exact in (("hutchinson", True), ("fisher", False)):
+        method = ef.methods.cfl_regularization(curvature, layers="all")
+        game = Game(method, tasks, rounds=3, local=Local(lr=0.1, steps=2, batch=8))
+        for _ in range(6):
+            game.play()
+            game.fed.w = game.fed.w + 1.0  # anywhere, not only where the series were made
+            assert (lost(game, [0, 1]) < 1e-12) == exact
+
+
+@pytest.mark.parametrize("w", [-3.0, 0.0, 7.5])
+def test_a_core_set_loses_the_distance_of_the_means(w):
+    """Samples 0, 1, 2, 3, 10 with losses 1/2 (w - x)^2: the gradient is w - 3.2, that of the core
+    set {1, 3} is w - 2."""
+    client = (np.ones((5, 1)), np.array([[0.0], [1.0], [2.0], [3.0], [10.0]]))
+    game = Game(ef.methods.cfl_coreset(2), [[client]], rounds=1, local=Local(steps=1, batch=8))
+    game.play()
+    game.fed.clients[0][0]["ids"] = torch.tensor([1, 3])
+    game.fed.w = torch.tensor([w], dtype=torch.float64)
+    assert lost(game, [0]) == pytest.approx(1.2)
+
+
+def test_information_loss_is_of_the_objectives_that_were():
+    """Two clients, two tasks, core sets of one sample: |mean - sample| of each, by hand."""
+    random = np.random.default_rng(0)
+    centres = random.normal(0, 2, (2, 2, 3, 1)).astype(np.float32)
+    tasks = [[(np.ones((3, 1)), c) for c in task] for task in centres]
+    game = Game(ef.methods.cfl_coreset(1), tasks, rounds=1, local=Local(steps=1, batch=8))
+    game.play()
+    assert lost(game, []) is None  # no client took part
+    game.play()
+    x = game.stream.data.x[:, 1, 0].numpy()  # rows: task by task, client by client
+    expected = []
+    for i in range(2):
+        for t, k in enumerate(game.fed.clients[i][0]["ids"].tolist()):
+            expected.append(abs(x[6 * t + 3 * i :][:3].mean() - x[k]))
+    assert lost(game, [0, 1]) == pytest.approx(np.mean(expected), rel=1e-5)
+
+
+def evolving(digits):
+    return ef.streams.evolving(digits, clients=4, subsets=5, rounds=8)
+
+
+def recorded(run):
+    return [r["value"] for r in run.records if r["metric"] == "information_loss"]
+
+
+def test_larger_core_sets_lose_less(digits):
+    """As in the paper's Figure 3; a core set that is the whole data set loses nothing."""
+    means = []
+    for size in (5, 20, 1000):
+        method = ef.methods.cfl_coreset(size)
+        model, options = ef.models.mlp(64, 16, 10), {"sample": 3, "workers": 1}
+        run = ef.run(method, evolving(digits), model, information_loss=True, **options)
+        plain = ef.run(method, evolving(digits), model, **options)
+        assert torch.equal(run.vector, plain.vector)  # measuring changes nothing
+        assert len(recorded(run)) == 8
+        assert recorded(plain) == []
+        means.append(np.mean(recorded(run)))
+    assert means[0] > 1.5 * means[1]
+    assert means[2] == pytest.approx(0, abs=1e-7)
+
+
+def test_information_loss_is_recorded_resumed_and_reported(digits, tmp_path):
+    method = ef.methods.cfl_regularization(curvature="hutchinson", probes=2)
+    options = {"sample": 3, "workers": 1, "information_loss": True}
+
+    def stop(progress):
+        if progress.round == 4:
+            raise KeyboardInterrupt
+
+    model = ef.models.mlp(64, 16, 10)
+    whole = ef.run(method, evolving(digits), model, folder=tmp_path / "whole", **options)
+    kept = {"folder": tmp_path / "half", "checkpoint_seconds": 0}
+    with pytest.raises(KeyboardInterrupt):
+        ef.run(method, evolving(digits), model, on_round=stop, **kept, **options)
+    with pytest.raises(EverfedError, match="another information_loss"):
+        ef.run(method, evolving(digits), model, resume=True, sample=3, workers=1, **kept)
+    again = ef.run(method, evolving(digits), model, resume=True, **kept, **options)
+    assert recorded(again) == recorded(whole)
+    assert all(value > 0 for value in recorded(whole))
+    page = gather(collect([tmp_path / "whole"]))
+    (panel,) = [p for p in page.panels if p.title == "Information loss"]
+    assert panel.lines[0][0].y == pytest.approx(recorded(whole), rel=1e-3)
+
+
+def test_methods_without_approximations_have_no_information_loss(digits):
+    run = ef.run(ef.methods.fedavg(), evolving(digits), ef.models.mlp(64, 8, 10),
+                 information_loss=True, workers=1)  # fmt: skip
+    assert recorded(run) == []

@@ -14,7 +14,7 @@ client by client (data, probe, remember, close) see plain (d,) vectors and their
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
@@ -85,6 +85,25 @@ class Context(Protocol):
         ...
 
 
+class Recall(Protocol):
+    """The past, where all data are at hand: in simulation."""
+
+    w: Tensor  #: the server's model, at which gradients are taken, (d,)
+    layout: Layout  #: which slice of the vector each parameter is
+
+    def samples(self, client: int, round_: int) -> np.ndarray:
+        """Indices of what the client held in a round."""
+        ...
+
+    def met(self, client: int, block: int) -> int:
+        """The latest round in which the client held that data set."""
+        ...
+
+    def gradient(self, ids: np.ndarray, round_: int) -> Tensor:
+        """Of that round's loss over these samples, (d,)."""
+        ...
+
+
 @dataclass(frozen=True)
 class Reduced:
     """The cohort's uploads, reduced; `r["key"]` is the part's own upload of that name."""
@@ -99,6 +118,7 @@ class Reduced:
     #: mean over coordinates of the cohort's variance around the (weighted) mean update
     spread: Tensor | None = None
     exchanges: int = 1  #: of which the round was made
+    clients: tuple[int, ...] = ()  #: whose replies count, in the order of stacked uploads
 
     def __getitem__(self, key: str) -> Tensor:
         return self.values[key]
@@ -180,6 +200,13 @@ class Part:
     def metrics(self, s: State) -> dict[str, float]:
         """Numbers worth a line in the records each round."""
         return {}
+
+    def recall(
+        self, s: State, mine: Mapping[int, State], past: Recall
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """For measuring the information loss: gradients of past objectives, each with that of what
+        the part keeps of it. `mine` are the states of the round's clients."""
+        return iter(())
 
     def check(self, local: Local) -> None:
         """Raise EverfedError where the part cannot work with these local settings."""

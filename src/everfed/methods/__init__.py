@@ -10,6 +10,7 @@ from everfed.methods.cflag import CFlag, Track, cflag, fedtrack
 from everfed.methods.ewc import Elastic, ewc
 from everfed.methods.fedavg import ServerRate, fedavg
 from everfed.methods.fedavgm import ServerMomentum, fedavgm
+from everfed.methods.fedcurv import Curv, fedcurv
 from everfed.methods.fedeve import FedEve, fedeve
 from everfed.methods.fednova import Nova, fednova
 from everfed.methods.fedopt import ServerAdaptive, fedadagrad, fedadam, fedyogi
@@ -23,10 +24,10 @@ from everfed.methods.scaffold import Scaffold, scaffold
 from everfed.methods.special import Anchor, ClientAnchor, special, special_c
 
 __all__ = [
-    "METHODS", "Anchor", "Bound", "CFlag", "ClientAnchor", "CoreSet", "Distil", "Elastic", "Entry",
-    "FedEve", "Krum", "MimeLite", "Nova", "Privacy", "Prox", "Scaffold",
+    "METHODS", "Anchor", "Bound", "CFlag", "ClientAnchor", "CoreSet", "Curv", "Distil", "Elastic",
+    "Entry", "FedEve", "Krum", "MimeLite", "Nova", "Privacy", "Prox", "Scaffold",
     "ServerAdaptive", "ServerMomentum", "ServerRate", "Taylor", "Track", "Trimmed", "cfl_coreset",
-    "cfl_regularization", "cflag", "ewc", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedeve",
-    "fednova", "fedprox", "fedtrack", "fedyogi", "krum", "lwf", "median", "mimelite", "norm_bound",
-    "privacy", "register", "scaffold", "special", "special_c", "trimmed_mean",
+    "cfl_regularization", "cflag", "ewc", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedcurv",
+    "fedeve", "fednova", "fedprox", "fedtrack", "fedyogi", "krum", "lwf", "median", "mimelite",
+    "norm_bound", "privacy", "register", "scaffold", "special", "special_c", "trimmed_mean",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ Where all sets together exceed a budget, they are cut: naive ones at random, her
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from everfed import memory
 from everfed.chance import rng
-from everfed.method import Average, Context, Method, Part, State
+from everfed.method import Average, Context, Method, Part, Recall, State
 from everfed.methods.registry import register
 
 
@@ -61,6 +61,15 @@ class CoreSet(Part):
             sets = {b: self._cut(own, size, b, c) for (b, own), size in cut}
         block = torch.tensor([b for b, own in sets.items() for _ in own], dtype=torch.int64)
         return {"ids": torch.from_numpy(np.concatenate(list(sets.values()))), "block": block}
+
+    def recall(
+        self, s: State, mine: Mapping[int, State], past: Recall
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for client, own in mine.items():
+            for block, kept in _sets(own).items():
+                at = past.met(client, block)
+                exact = past.gradient(past.samples(client, at), at)
+                yield exact, past.gradient(kept, at)
 
     def _cut(self, ids: np.ndarray, size: int, block: int, c: Context) -> np.ndarray:
         if self.choice == "herding":

@@ -15,6 +15,7 @@ weights = "theory": p_t loss + sum_tau p_tau f~_tau, p of Theorem 4.1   (on the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -23,7 +24,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from everfed.errors import EverfedError
-from everfed.method import Average, Context, Method, Part, Reduced, State
+from everfed.method import Average, Context, Method, Part, Recall, Reduced, State
 from everfed.methods.fedprox import Prox
 from everfed.methods.registry import register
 from everfed.theory.weights import independent
@@ -105,22 +106,34 @@ class Taylor(Part):
             h, g = c.hutchinson(w, self.probes, since), c.gradient(w)
         h = h.clamp_(min=0) if self.clamp else h
         constant = g.addcmul_(h, w, value=-1)
-
-        def take(v: Tensor) -> Tensor:
-            return torch.cat([v[..., slot.start : slot.stop] for slot in slots], -1)
-
-        return update, {"h": take(h), "c": take(constant)}, {}
+        return update, {"h": _take(h, slots), "c": _take(constant, slots)}, {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         new = {"h": r["h"], "c": r["c"], "round": torch.full((len(r["h"]),), r.round)}
+        new["client"] = torch.tensor(r.clients)
         kept = {key: torch.cat([s[key], new[key]]) if s else new[key] for key in new}
         return update, {key: value[-self.buffer :] for key, value in kept.items()}
+
+    def recall(
+        self, s: State, mine: Mapping[int, State], past: Recall
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        slots = [slot for slot, _ in chosen(self.layers, past.layout)]
+        w = _take(past.w, slots)
+        for k in range(len(s.get("h", ()))):
+            client, at = int(s["client"][k]), int(s["round"][k])
+            exact = past.gradient(past.samples(client, at), at)
+            yield _take(exact, slots), s["h"][k] * w + s["c"][k]
 
     def metrics(self, s: State) -> dict[str, float]:
         if self.weights != "theory":
             return {}
         past, now = independent(len(set(s["round"].tolist())) + 1, self.d2, self.r2)
         return {"weight_past": past, "weight_now": now}  # of the round that comes next
+
+
+def _take(v: Tensor, slots: list[Slot]) -> Tensor:
+    """The coordinates of some slots: (..., d) -> (..., k)."""
+    return torch.cat([v[..., slot.start : slot.stop] for slot in slots], -1)
 
 
 @register("Towards Federated Learning on Time-evolving Heterogeneous Data")
