@@ -64,6 +64,7 @@ ROWS = {
     "lwf": Row(methods.lwf, off={"lam": 0.0}),
     "cfl_coreset": Row(methods.cfl_coreset, {"size": 5}),
     "cfl_coreset herding": Row(methods.cfl_coreset, {"size": 5, "choice": "herding"}),
+    "cfl_generative": Row(methods.cfl_generative, {"count": 5, "steps": 3, "budget": 8}),
     "cfl_regularization": Row(methods.cfl_regularization, TAYLOR, reference.cfl_reg,
                               {"curvature": "fisher", "beta": 0.3, "buffer": 5},
                               off={"layers": {"": 0.0}}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,15 +15,17 @@ from everfed import memory
 from everfed.chance import rng
 from everfed.client import Ask, ClientProgram, Phase
 from everfed.compute import choose
+from everfed.data.table import Beside
 from everfed.engines.local import LocalEngine
 from everfed.errors import EverfedError
 from everfed.local import Local
 from everfed.method import Reduced
 from everfed.methods import Taylor
+from everfed.methods.cfl_generative import langevin, prior, total_variation
 from everfed.methods.cfl_regularization import chosen
 from everfed.past import information_loss
 from everfed.records import collect
-from everfed.report.page import gather
+from everfed.report.page import gather, render
 from everfed.round import Federation, Rounds
 from everfed.vector import Layout
 from quadratics import Game
@@ -361,12 +364,167 @@ def test_information_loss_is_recorded_resumed_and_reported(digits, tmp_path):
     again = ef.run(method, evolving(digits), model, resume=True, **kept, **options)
     assert recorded(again) == recorded(whole)
     assert all(value > 0 for value in recorded(whole))
-    page = gather(collect([tmp_path / "whole"]))
+    full = ef.methods.cfl_coreset(1000)  # loses nothing, for which a logarithmic axis has no place
+    ef.run(full, evolving(digits), model, folder=tmp_path / "full", **options)
+    page = gather(collect([tmp_path / "whole", tmp_path / "full"]))
     (panel,) = [p for p in page.panels if p.title == "Information loss"]
     assert panel.lines[0][0].y == pytest.approx(recorded(whole), rel=1e-3)
+    assert set(panel.lines[0][1].y) == {None}
+    assert "Information loss" in render(page)
 
 
 def test_methods_without_approximations_have_no_information_loss(digits):
     run = ef.run(ef.methods.fedavg(), evolving(digits), ef.models.mlp(64, 8, 10),
                  information_loss=True, workers=1)  # fmt: skip
     assert recorded(run) == []
+
+
+# generated samples --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rate", "sigma", "variance"),
+    [
+        # x <- (1 - rate) x + N(0, sigma^2) has the variance sigma^2 / (1 - (1 - rate)^2)
+        (0.1, 0.2**0.5, 1.052632),
+        (0.01, 0.02**0.5, 1.005025),
+        (0.1, 0.1, 0.052632),
+    ],
+)
+def test_langevin_settles_at_its_stationary_variance(rate, sigma, variance):
+    """E = x^2 / 2 without clipping: 40,000 chains, started far off."""
+    n, everywhere = 40_000, (-float("inf"), float("inf"))
+    start, random = torch.full((n,), 3.0, dtype=torch.float64), np.random.default_rng(0)
+    x = langevin(start, lambda x: x, round(8 / rate), rate, sigma, everywhere, random)
+    assert abs(x.mean().item()) < 4 * (variance / n) ** 0.5 + 3 * (1 - rate) ** (8 / rate)
+    # of Gaussians, the sample variance has the standard error variance * sqrt(2 / n)
+    assert x.var().item() == pytest.approx(variance, abs=4 * variance * (2 / n) ** 0.5)
+
+
+def test_langevin_stays_in_its_range():
+    random = np.random.default_rng(0)
+    x = langevin(torch.zeros(1000), lambda x: 0 * x, 20, 0.1, 1.0, (-1.0, 2.0), random)
+    assert (x.min().item(), x.max().item()) == (-1.0, 2.0)
+
+
+def test_the_energys_terms():
+    x = torch.tensor([[1.0, 2.0], [0.0, 4.0]])
+    mean, deviation = torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([[1.0, 2.0]])
+    # (0 + 1) / (2 * 2) and (4 + 4) / (2 * 2)
+    assert prior(x, mean, deviation).tolist() == [0.25, 2.0]
+    image = torch.tensor([[[[0.0, 1.0], [3.0, 3.0]]]])
+    assert total_variation(image).tolist() == [1 + 0 + 3 + 2]
+    assert total_variation(x).tolist() == [0.0, 0.0]
+
+
+class Norm(nn.Sequential):
+    """BatchNorm behind a dense layer."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Linear(12, 10))
+
+
+def generation(digits, order, model, **settings):
+    """The federation of one client after its rounds, with its program."""
+    method = ef.methods.cfl_generative(**settings)
+    stream, local = Visits(digits, order), Local(lr=0.1, epochs=40, batch=4)
+    torch.manual_seed(0)
+    compute = choose(model(), digits.x[0], CPU, "float32", "auto")
+    program = ClientProgram(method, compute, stream, digits, local, 0)
+    fed = Federation(compute.weights(), compute.read_buffers(), [{}])
+    rounds = Rounds(method, stream, local, LocalEngine(program, 1), None, 0)
+    for _ in order:
+        rounds.play(fed)
+    return program, fed
+
+
+def test_generated_samples_are_what_the_model_takes_for_their_label(digits):
+    program, fed = generation(digits, [0], ef.models.mlp(64, 32, 10), count=60)
+    mine = fed.clients[0][0]
+    held = digits.y[program.stream.samples(0, 0)]
+    assert mine["x"].shape == (60, 1, 8, 8)
+    assert 0 <= mine["x"].min() <= mine["x"].max() <= 1
+    assert set(mine["y"].tolist()) <= set(held.tolist())
+    # labels are drawn as they occur: the commonest of the data is common among the drawn
+    share = (held == held.mode().values).double().mean().item()
+    drawn = (mine["y"] == held.mode().values).double().mean().item()
+    assert abs(drawn - share) < 4 * (share * (1 - share) / 60) ** 0.5
+    right = program.compute.logits(fed.w, mine["x"]).argmax(1) == mine["y"]
+    assert right.double().mean() > 0.95
+    noise = torch.rand(60, 1, 8, 8)
+    assert (program.compute.logits(fed.w, noise).argmax(1) == mine["y"]).double().mean() < 0.6
+
+
+@pytest.mark.parametrize(("evict", "sizes"), [("shrink", [3, 3, 4]), ("oldest", [4, 6])])
+def test_generated_samples_stay_within_the_budget(digits, evict, sizes):
+    settings = {"count": 6, "steps": 2, "budget": 10, "evict": evict}
+    _, fed = generation(digits, [0, 1, 2], ef.models.mlp(64, 8, 10), **settings)
+    mine = fed.clients[0][0]
+    blocks = mine["block"].tolist()
+    assert [blocks.count(b) for b in dict.fromkeys(blocks)] == sizes
+    assert len(mine["x"]) == len(mine["y"]) == 10
+
+
+def test_statistics_are_renewed_on_real_data(digits):
+    """After a round with generated samples the running statistics are those of the client's own
+    samples at its model; before anything is replayed they are left to training."""
+    program, fed = generation(digits, [0, 1], Norm, count=5, steps=2)
+    ids = torch.from_numpy(program.stream.samples(0, 1))
+    weights = program.compute.layout.unflatten(fed.w)
+    inner = digits.x[ids].flatten(1) @ weights["1.weight"].T + weights["1.bias"]
+    buffers = program.compute.buffer_layout.unflatten(fed.buffers)
+    torch.testing.assert_close(buffers["2.running_mean"], inner.mean(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(buffers["2.running_var"], inner.var(0), rtol=1e-4, atol=1e-5)
+    assert all(norm.momentum == 0.1 for norm in program.compute.norms)
+
+
+@pytest.mark.parametrize("model", [ef.models.mlp(64, 16, 10), Norm], ids=["mlp", "batchnorm"])
+def test_generation_is_fedavg_on_the_first_data_set(digits, model):
+    """Nothing is replayed before another data set is met."""
+    stream = ef.streams.static(digits, clients=3, rounds=3)
+    method = ef.methods.cfl_generative(count=4, steps=2)
+    one, two = (
+        ef.run(m, stream, model, workers=1) for m in (method, ef.methods.fedavg(average="uniform"))
+    )
+    assert torch.equal(one.vector, two.vector)
+    for a, b in zip(one.model.buffers(), two.model.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_generation_needs_inputs_that_are_floats():
+    tokens = ef.data.arrays(np.random.default_rng(0).integers(0, 9, (40, 5)), np.arange(40) % 2)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 2))
+    stream = ef.streams.static(tokens, clients=2, rounds=1)
+    with pytest.raises(EverfedError, match="floats: use cfl_coreset"):
+        ef.run(ef.methods.cfl_generative(), stream, model, workers=1)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "floats", "channels last"])
+def test_samples_beside_a_table(kind):
+    random = np.random.default_rng(0)
+    x = random.integers(0, 256, (6, 3, 4, 4)).astype(np.uint8)
+    table = ef.data.arrays(x if kind == "bytes" else x.astype(np.float32) / 255, np.arange(6))
+    if kind == "channels last":
+        table = replace(table, x=table.x.to(memory_format=torch.channels_last))
+    more = torch.rand(2, 3, 4, 4), torch.tensor([7, 8])
+    ids = torch.tensor([[5, 6, 0], [7, 2, 6]])
+    got, labels = Beside(table, *more).take(ids, torch.float32)
+    assert labels.tolist() == [[5, 7, 0], [8, 2, 7]]
+    whole = torch.cat([torch.from_numpy(x).float() / 255, more[0]])
+    torch.testing.assert_close(got, whole[ids])
+
+
+def test_information_loss_of_generated_samples(digits):
+    """It is that of the samples that are replayed; a client that met one data set has one."""
+    program, fed = generation(digits, [0], ef.models.mlp(64, 8, 10), count=5, steps=2)
+    mine = fed.clients[0][0]
+    w = fed.w.clone().requires_grad_()
+
+    def gradient(x, y):
+        z = torch.func.functional_call(
+            program.compute.module, program.compute.layout.unflatten(w), x
+        )
+        return torch.autograd.grad(nn.functional.cross_entropy(z, y), w)[0]
+
+    ids = torch.from_numpy(program.stream.samples(0, 0))
+    gap = gradient(digits.x[ids], digits.y[ids]) - gradient(mine["x"], mine["y"])
+    got = information_loss(program, fed, [0], 0)
+    assert got == pytest.approx(gap.norm().item(), rel=1e-4)

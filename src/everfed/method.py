@@ -8,7 +8,8 @@ Signs: an *update* is travel, w_i - start (the papers' pseudo-gradient is its ne
 Shapes: server vectors are (d,). In client hooks a vector's last dimension is d and a dimension of
 clients stands before it, (clients, d), because an engine may train several clients at once; so
 write element-wise formulas, and `dot` and `sq` of `everfed.vector` for inner products. Hooks called
-client by client (data, probe, remember, close) see plain (d,) vectors and their own state.
+client by client (data, generated, probe, remember, close) see plain (d,) vectors and their own
+state.
 """
 
 from __future__ import annotations
@@ -80,6 +81,14 @@ class Context(Protocol):
         """What the last layer of model w is fed with, (len(ids), width)."""
         ...
 
+    def samples(self, ids: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of samples, (len(ids), ...) each."""
+        ...
+
+    def losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of model w on each of some samples, with a gradient in x; evaluation mode."""
+        ...
+
     def labels(self, ids: np.ndarray) -> np.ndarray:
         """Classes of samples; all 0 where labels are not classes."""
         ...
@@ -99,8 +108,8 @@ class Recall(Protocol):
         """The latest round in which the client held that data set."""
         ...
 
-    def gradient(self, ids: np.ndarray, round_: int) -> Tensor:
-        """Of that round's loss over these samples, (d,)."""
+    def gradient(self, samples: np.ndarray | tuple[Tensor, Tensor], round_: int) -> Tensor:
+        """Of that round's loss over these samples (indices, or inputs and labels), (d,)."""
         ...
 
 
@@ -222,6 +231,11 @@ class Part:
     def data(self, ids: np.ndarray, c: Context) -> np.ndarray:
         """The samples to train on, given the current ones. Client by client."""
         return ids
+
+    def generated(self, c: Context) -> tuple[Tensor, Tensor]:
+        """Inputs and labels to train on beside the client's data. Running statistics are renewed on
+        the client's data afterwards. Client by client."""
+        raise NotImplementedError
 
     def probe(self, w: Tensor, c: Context) -> tuple[State, State]:
         """An exchange before training: uploads, changes of the state. Client by client."""

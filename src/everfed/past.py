@@ -37,7 +37,8 @@ class Past:
         back = range(self.round, -1, -1)
         return next(t for t in back if stream.block(client, t) == block)
 
-    def gradient(self, ids: np.ndarray, round_: int) -> Tensor:
+    def gradient(self, samples: np.ndarray | tuple[Tensor, Tensor], round_: int) -> Tensor:
+        ids = samples if isinstance(samples, np.ndarray) else self.program.lay_beside([samples])[0]
         nothing: list[State] = [{} for _ in self.program.method.parts]
         task = self.program.stream.task(round_)
         ask = Ask("train", round_, task, 0.0, self.w, self.buffers, nothing)

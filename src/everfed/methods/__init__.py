@@ -5,6 +5,7 @@
 """
 
 from everfed.methods.cfl_coreset import CoreSet, cfl_coreset
+from everfed.methods.cfl_generative import Generated, cfl_generative
 from everfed.methods.cfl_regularization import Taylor, cfl_regularization
 from everfed.methods.cflag import CFlag, Track, cflag, fedtrack
 from everfed.methods.ewc import Elastic, ewc
@@ -25,9 +26,10 @@ from everfed.methods.special import Anchor, ClientAnchor, special, special_c
 
 __all__ = [
     "METHODS", "Anchor", "Bound", "CFlag", "ClientAnchor", "CoreSet", "Curv", "Distil", "Elastic",
-    "Entry", "FedEve", "Krum", "MimeLite", "Nova", "Privacy", "Prox", "Scaffold",
+    "Entry", "FedEve", "Generated", "Krum", "MimeLite", "Nova", "Privacy", "Prox", "Scaffold",
     "ServerAdaptive", "ServerMomentum", "ServerRate", "Taylor", "Track", "Trimmed", "cfl_coreset",
-    "cfl_regularization", "cflag", "ewc", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedcurv",
-    "fedeve", "fednova", "fedprox", "fedtrack", "fedyogi", "krum", "lwf", "median", "mimelite",
-    "norm_bound", "privacy", "register", "scaffold", "special", "special_c", "trimmed_mean",
+    "cfl_generative", "cfl_regularization", "cflag", "ewc", "fedadagrad", "fedadam", "fedavg",
+    "fedavgm", "fedcurv", "fedeve", "fednova", "fedprox", "fedtrack", "fedyogi", "krum", "lwf",
+    "median", "mimelite", "norm_bound", "privacy", "register", "scaffold", "special", "special_c",
+    "trimmed_mean",
 ]  # fmt: skip
