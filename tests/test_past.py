@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -140,6 +141,30 @@ def test_hutchinson_on_the_last_layers_has_only_their_variance(digits):
     z = (got[since:] - exact) / deviation.clamp(min=1e-12)
     assert z.abs().max() < 5.5
     assert 0.8 < z[deviation > 1e-9].square().mean() < 1.25
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        (ef.methods.cfl_regularization, [0.375, 0.69375]),
+        (partial(ef.methods.cfl_regularization, mu=0.1), [0.375, 0.69]),
+        (lambda **k: ef.methods.cfl_regularization(**k) + ef.methods.fedprox(0.1), [0.375, 0.69]),
+    ],
+    ids=["alone", "mu", "with fedprox"],
+)
+def test_local_steps_on_a_series(method, path):
+    """f = 1/2 (w - 4)^2 at 3/4, the series g = -3, h = 3 of 3/2 (w - 1)^2 at 1/4, rate .1, w = 0:
+    the first step is .1 (.75 * 4 + .25 * 3) = .375; at .375 FedProx adds .1 * .375 to the slope."""
+    now = [(np.ones((1, 1)), np.full((1, 1), 4.0))]
+    for steps, expected in enumerate(path, 1):
+        local = Local(lr=0.1, steps=steps, batch=1)
+        # Theorem 4.1 with D^2 = 1, R^2 = 2 and one past round
+        made = method(layers="all", weights="theory", d2=1.0, r2=2.0)
+        game = Game(made, [now], rounds=1, local=local)
+        one = torch.ones(1, 1, dtype=torch.float64)
+        old = torch.zeros(1, dtype=torch.int64)
+        game.fed.parts[0] = {"h": 3 * one, "c": -3 * one, "round": old, "client": old}
+        assert game.play()[0] == pytest.approx(expected)
 
 
 # core sets ----------------------------------------------------------------------------------------
@@ -377,6 +402,9 @@ def test_methods_without_approximations_have_no_information_loss(digits):
     run = ef.run(ef.methods.fedavg(), evolving(digits), ef.models.mlp(64, 8, 10),
                  information_loss=True, workers=1)  # fmt: skip
     assert recorded(run) == []
+    with pytest.raises(EverfedError, match="it is for simulation"):
+        ef.run(ef.methods.cfl_coreset(), evolving(digits), ef.models.mlp(64, 8, 10),
+               information_loss=True, engine=lambda program: LocalEngine(program, 1))  # fmt: skip
 
 
 # generated samples --------------------------------------------------------------------------------
