@@ -118,7 +118,7 @@ def test_classes_that_arrive_task_by_task(place):
         assert distance(got, local(place, changes).vector.numpy()) < 1e-5
 
 
-STATEFUL = ["scaffold", "cfl_coreset", "cflag"]
+STATEFUL = ["scaffold", "cfl_coreset", "cflag", "fedcurv"]
 
 
 @pytest.mark.parametrize("method", STATEFUL)

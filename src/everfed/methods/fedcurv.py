@@ -27,7 +27,7 @@ class Curv(Part):
     """A pull to the other clients' last models, weighted by their Fisher information."""
 
     reduces = {"a": "sum", "b": "sum"}
-    lam: NonNegativeFloat = 0.01
+    lam: NonNegativeFloat = 0.1
 
     def init(self, w: Tensor, layout: Layout) -> State:
         return {"a": zeros_like(w), "b": zeros_like(w)}
@@ -52,7 +52,7 @@ class Curv(Part):
 
 
 @register("Shoham et al. 2019")
-def fedcurv(lam: NonNegativeFloat = 0.01, average: Average = "samples") -> Method:
+def fedcurv(lam: NonNegativeFloat = 0.1, average: Average = "samples") -> Method:
     """A pull to the other clients' last models where their Fisher information is large.
 
     Args:
