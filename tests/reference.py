@@ -705,6 +705,40 @@ def ewc(
     return out
 
 
+# --- FedCurv (METHODS 3) ---
+
+
+def fedcurv(
+    tasks: Tasks,
+    w0: Vec,
+    cohorts: Cohorts,
+    *,
+    steps: int,
+    lr: float,
+    average: str = "samples",
+    lam: float,
+) -> list[Vec]:
+    """Run FedCurv with every other client's latest (F, model) kept as it is."""
+    w, out = w0, []
+    latest: dict[int, tuple[Vec, Vec]] = {}
+    for clients, rounds in zip(tasks, cohorts, strict=True):
+        for cohort in rounds:
+            finals: dict[int, Vec] = {}
+            for s in cohort:
+                y = w
+                for _ in range(steps):
+                    g = clients[s].grad(y)
+                    for j, (fisher, at) in latest.items():
+                        if j != s:
+                            g = g + 2 * lam * fisher * (y - at)
+                    y = y - lr * g
+                finals[s] = y
+            w = mix(weights(clients, cohort, average), [finals[s] for s in cohort])
+            latest = latest | {s: (clients[s].fisher(y), y) for s, y in finals.items()}
+            out.append(w)
+    return out
+
+
 # --- the numeric checks of METHODS.md ---
 
 
@@ -1054,6 +1088,23 @@ def check_ewc() -> None:
     check("EWC round 2 by hand", run[1], 0.25 * ends[0] + 0.75 * ends[1], 1e-12)
 
 
+def check_fedcurv() -> None:
+    """Check FedCurv of METHODS 3."""
+    tasks, w0, rounds = [q2()], np.zeros(1), [[[0, 1], [0, 1]]]
+    base: dict[str, Any] = {"steps": 2, "lr": 0.1}
+    plain = fedavg(tasks, w0, rounds, **base)
+    check("FedCurv lam=0 is FedAvg", fedcurv(tasks, w0, rounds, lam=0.0, **base), plain, 1e-12)
+    # Round 1 is FedAvg's: A ends at .19, B at 1.44, so F_A = .81**2 and F_B = 5.12**2.
+    ends = []
+    for a, c, fisher, at in ((1.0, 1.0, 5.12**2, 1.44), (2.0, 4.0, 0.81**2, 0.19)):
+        y = 1.1275
+        for _ in range(2):
+            y -= 0.1 * (a * (y - c) + 2 * 0.05 * fisher * (y - at))
+        ends.append(y)
+    run = fedcurv(tasks, w0, rounds, lam=0.05, **base)
+    check("FedCurv round 2 by hand", run[1], 0.25 * ends[0] + 0.75 * ends[1], 1e-12)
+
+
 if __name__ == "__main__":
     check_standard()
     check_cfl()
@@ -1061,3 +1112,4 @@ if __name__ == "__main__":
     check_fedeve()
     check_cflag()
     check_ewc()
+    check_fedcurv()

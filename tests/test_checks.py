@@ -318,6 +318,7 @@ def test_distillation():
         reference.check_fedeve,
         reference.check_cflag,
         reference.check_ewc,
+        reference.check_fedcurv,
     ],
 )
 def test_the_reference_itself(check):

@@ -200,15 +200,26 @@ def timeless(records):
 
 
 # composition --------------------------------------------------------------------------------------
+CFL = [
+    ef.methods.cfl_coreset(20),
+    ef.methods.cfl_regularization(),
+    ef.methods.cfl_generative(count=20, steps=3),
+]
 PAIRS = [
     (ef.methods.fedprox(0.1), ef.methods.special(0.25)),
     (ef.methods.scaffold(), ef.methods.special(0.25)),
-    (ef.methods.cfl_coreset(20), ef.methods.fedeve()),
     (ef.methods.ewc(1.0), ef.methods.fedadam()),
-    (ef.methods.cfl_regularization(), ef.methods.fedavgm()),
+    (ef.methods.fedcurv(0.1), ef.methods.fedavgm()),
     (ef.methods.lwf(), ef.methods.fednova()),
     (ef.methods.cfl_coreset(20), ef.methods.fedtrack()),
     (ef.methods.special_c(0.2), ef.methods.fedtrack(iag=False)),
+    # approximations of the past with what acts on clients and on the server
+    *(
+        (past, other)
+        for past in CFL
+        for other in (ef.methods.fedprox(0.1), ef.methods.fedavgm(), ef.methods.fedeve())
+    ),
+    (ef.methods.cfl_coreset(20), ef.methods.cfl_regularization()),
 ]
 
 

@@ -147,7 +147,9 @@ class Normed(nn.Module):
 ODD_METHODS = ["fedavg", "scaffold", "cfl_coreset", "cfl_regularization", "cflag", "fedeve", "lwf"]
 
 
-@pytest.mark.parametrize("name", [*ODD_METHODS, "ewc", "fedtrack", "mimelite", "fednova"])
+@pytest.mark.parametrize(
+    "name", [*ODD_METHODS, "ewc", "fedtrack", "mimelite", "fednova", "fedcurv", "cfl_generative"]
+)
 @pytest.mark.parametrize("model", [ef.models.mlp(64, 16, 10), Normed], ids=["mlp", "batchnorm"])
 def test_odd_clients_work(digits, name, model):
     method = ef.methods.METHODS[name].build()

@@ -132,7 +132,7 @@ def test_clients_that_come_and_go_are_the_same(place):
         assert any("no client was online" in text for text in expected.warnings)
 
 
-STATEFUL = ["scaffold", "cfl_coreset", "cflag"]
+STATEFUL = ["scaffold", "cfl_coreset", "cflag", "fedcurv"]
 
 
 @pytest.mark.parametrize("method", STATEFUL)

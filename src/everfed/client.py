@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from everfed import curvature
 from everfed.chance import rng, torch_seed
 from everfed.compute import Compute, Objective
 from everfed.compute.base import LossFunction, cross_entropy
-from everfed.data.table import Data
+from everfed.data.table import Beside, Data
 from everfed.errors import EverfedError
 from everfed.local import Affine, Local, Optimiser, Plan, batches
 from everfed.method import Context, Method, State
@@ -181,7 +182,7 @@ class Phase(Context):
             for begin, end in _slices(sizes):
                 active = sum(size > begin for size in sizes)
                 ids = np.stack([own[begin:end] for own in held[:active]])
-                x, y = p.data.take(torch.from_numpy(ids), w.dtype)
+                x, y = p.table.take(torch.from_numpy(ids), w.dtype)
                 each = 1 / torch.tensor(sizes[:active]).to(w).unsqueeze(1).expand(ids.shape)
                 own_part = what(rows[:active], x, y, each, p.objective(self.task))
                 if total is None:
@@ -191,15 +192,18 @@ class Phase(Context):
         assert total is not None
         return total[..., 0, :] if self.alone else total
 
-    def hutchinson(self, w: Tensor, probes: int) -> Tensor:
+    def hutchinson(self, w: Tensor, probes: int, since: int = 0) -> Tensor:
         p = self.program
-        out = torch.empty(len(self.jobs), self.layout.d, device=w.device, dtype=w.dtype)
+        out = torch.zeros(len(self.jobs), self.layout.d, device=w.device, dtype=w.dtype)
         for row, (job, vector) in enumerate(zip(self.jobs, w, strict=True)):
             random = rng(self.seed, "hutchinson", self.round, job.client)
             signs = torch.from_numpy(random.integers(0, 2, (probes, self.layout.d)) * 2 - 1).to(w)
-            x, y = p.data.take(torch.from_numpy(job.trains_on), w.dtype)
-            objective = p.objective(self.task)
-            out[row] = curvature.hutchinson(p.compute, vector.clone(), x, y, objective, signs)
+            signs[:, :since] = 0
+            for begin, end in _slices([len(job.trains_on)]):
+                ids = torch.from_numpy(job.trains_on[begin:end])
+                own = (*p.table.take(ids, w.dtype), p.objective(self.task), signs)
+                share = len(ids) / len(job.trains_on)
+                out[row] += share * curvature.hutchinson(p.compute, vector.clone(), *own)
         return out
 
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
@@ -209,6 +213,14 @@ class Phase(Context):
     def features(self, w: Tensor, ids: np.ndarray) -> Tensor:
         x, _ = self.program.data.take(torch.from_numpy(ids), w.dtype)
         return self.program.compute.features(w, x)
+
+    def samples(self, ids: np.ndarray) -> tuple[Tensor, Tensor]:
+        return self.program.data.take(torch.from_numpy(ids), self.start.dtype)
+
+    def losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        p = self.program
+        p.compute.module.eval()
+        return curvature.losses(p.compute, w, x, y, p.objective(self.task))
 
     def labels(self, ids: np.ndarray) -> np.ndarray:
         y = self.program.data.y
@@ -233,10 +245,13 @@ class ClientProgram:
     def __post_init__(self) -> None:
         self.uniform = self.method.average == "uniform"
         self.width = self.compute.width if self.method.batched else 1
+        #: what indices of samples refer to: the data, and what clients have generated
+        self.table: Data | Beside = self.data
         self.hooks = {
             hook: self.method.using(hook)
             for hook in (
                 "data",
+                "generated",
                 "probe",
                 "loss",
                 "affine",
@@ -275,8 +290,11 @@ class ClientProgram:
 
     def run(self, ask: Ask, jobs: list[Job]) -> Iterator[Reply]:
         """Answer for all these clients, in groups that fit."""
+        self.table = self.data
         if ask.exchange != "close" and self.hooks["data"]:
             jobs = [self._with_data(ask, job) for job in jobs]
+        if ask.exchange != "close" and self.hooks["generated"]:
+            jobs = self._with_generated(ask, jobs)
         if ask.exchange != "train":
             for job in jobs:
                 yield self._exchange(ask, job)
@@ -325,6 +343,26 @@ class ClientProgram:
             ids = self._hook("data", i, Phase(self, ask, [job], alone=True))(ids)
         return replace(job, trains_on=ids)
 
+    def _with_generated(self, ask: Ask, jobs: list[Job]) -> list[Job]:
+        """The jobs with all that the parts generate."""
+        made = []
+        for job in jobs:
+            phase = Phase(self, ask, [job], alone=True)
+            own = [self._hook("generated", i, phase)() for i in self.hooks["generated"]]
+            made.append((torch.cat([x for x, _ in own]), torch.cat([y for _, y in own])))
+        return [
+            replace(job, trains_on=np.concatenate([job.trains_on, ids]))
+            for job, ids in zip(jobs, self.lay_beside(made), strict=True)
+        ]
+
+    def lay_beside(self, made: list[tuple[Tensor, Tensor]]) -> list[np.ndarray]:
+        """Put samples beside the table; their indices there."""
+        some = [(x, y) for x, y in made if len(y)]
+        if some:
+            self.table = Beside(self.data, *(torch.cat(own) for own in zip(*some, strict=True)))
+        ends = len(self.data.y) + np.cumsum([0] + [len(y) for _, y in made])
+        return [np.arange(*range_) for range_ in pairwise(ends.tolist())]
+
     def _exchange(self, ask: Ask, job: Job) -> Reply:
         """Probe or close, one client."""
         phase = Phase(self, ask, [job], alone=True)
@@ -353,6 +391,13 @@ class ClientProgram:
         self.compute.seed(torch_seed(self.seed, "training", ask.round, jobs[0].client))
         losses = self._descend(ask, phase, w, plans)
         phase.first(len(jobs))
+        real = len(self.data.y)
+        if (
+            len(jobs) == 1 and jobs[0].trains_on.max() >= real
+        ):  # only single clients have statistics
+            ids = torch.from_numpy(jobs[0].ids)
+            pieces = (ids[slice(*cut)] for cut in _slices([len(ids)]))
+            self.compute.renew(w, (self.data.take(own, w.dtype)[0] for own in pieces))
         return self._finish(ask, phase, w, losses)
 
     def _descend(self, ask: Ask, phase: Phase, w: Tensor, plans: list[Plan]) -> Tensor:
@@ -431,7 +476,7 @@ class ClientProgram:
                     ids[k, row] = batch[0]  # padding is a sample of one's own, with weight 0
                     ids[k, row, : len(batch)] = batch
                     sizes[k, row] = len(batch)
-            x, y = self.data.take(torch.from_numpy(ids), dtype)
+            x, y = self.table.take(torch.from_numpy(ids), dtype)
             counts = torch.from_numpy(sizes).to(x.device)
             inside = torch.arange(width, device=x.device) < counts.unsqueeze(-1)
             scale = inside / counts.unsqueeze(-1).clamp(min=1).to(dtype)

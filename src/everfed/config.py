@@ -124,6 +124,8 @@ class Config(BaseModel):
     sample: PositiveInt | None = None
     #: rounds from test to test (the last round of a task is always tested)
     test_every: PositiveInt = 1
+    #: record how far a method's approximations of past objectives are from them (CFL; costly)
+    information_loss: bool = False
     #: processes that train clients; a comparison gives every run one
     workers: PositiveInt | Literal["auto"] = "auto"
     #: train clients one by one or many at a time; the results are equal up to rounding
@@ -310,6 +312,7 @@ def experiment(config: Config, method: str | None = None, seed: int | None = Non
         "sample": config.sample,
         "seed": config.seed if seed is None else seed,
         "test_every": config.test_every,
+        "information_loss": config.information_loss,
         "workers": config.workers,
         "grouping": config.grouping,
         "precision": config.precision,

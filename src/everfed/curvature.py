@@ -12,10 +12,15 @@ if TYPE_CHECKING:
     from everfed.compute.base import Compute, Objective
 
 
-def mean_loss(compute: Compute, w: Tensor, x: Tensor, y: Tensor, objective: Objective) -> Tensor:
-    """The mean loss of a batch as a function of the flat vector w, (d,)."""
+def losses(compute: Compute, w: Tensor, x: Tensor, y: Tensor, objective: Objective) -> Tensor:
+    """Each sample's loss as a function of the flat vector w, (d,), and the inputs: (batch,)."""
     z = functional_call(compute.module, compute.layout.unflatten(w), (x,))
-    return objective(z.unsqueeze(0), x.unsqueeze(0), y.unsqueeze(0)).mean()
+    return objective(z.unsqueeze(0), x.unsqueeze(0), y.unsqueeze(0))[0]
+
+
+def mean_loss(compute: Compute, w: Tensor, x: Tensor, y: Tensor, objective: Objective) -> Tensor:
+    """The mean loss of a batch."""
+    return losses(compute, w, x, y, objective).mean()
 
 
 def sample_gradients(

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import torch
 from torch import Tensor
+
+#: what gives way when sets outgrow a budget: all alike, or the one least recently met
+Evict = Literal["shrink", "oldest"]
+
+
+def allotted(sizes: list[int], budget: int, evict: Evict) -> list[int]:
+    """How many samples each set keeps, sets given from the least to the most recently met: one
+    after another goes from the largest set (the oldest of equals), or all from the oldest.
+
+    >>> allotted([100, 100, 40], 150, "shrink"), allotted([100, 100, 40], 150, "oldest")
+    ([55, 55, 40], [10, 100, 40])
+    """
+    kept = list(sizes)
+    while (excess := sum(kept) - budget) > 0:
+        if evict == "shrink":
+            kept[kept.index(max(kept))] -= 1
+        else:
+            oldest = next(k for k, size in enumerate(kept) if size)
+            kept[oldest] -= min(kept[oldest], excess)
+    return kept
 
 
 def uniform(ids: np.ndarray, size: int, random: np.random.Generator) -> np.ndarray:
@@ -53,6 +75,13 @@ def herding_order(features: Tensor, count: int) -> list[int]:
         free[best] = False
         total = total + features[best]
     return chosen
+
+
+def first_of_classes(ids: np.ndarray, labels: np.ndarray, size: int) -> np.ndarray:
+    """The first samples of every class, quotas by class share: herding cut from its end."""
+    places = [np.flatnonzero(labels == c)[:k] for c, k in quotas(labels, size).items()]
+    first: np.ndarray = ids[np.concatenate(places)]
+    return first
 
 
 def herding(ids: np.ndarray, labels: np.ndarray, features: Tensor, size: int) -> np.ndarray:

@@ -8,13 +8,14 @@ Signs: an *update* is travel, w_i - start (the papers' pseudo-gradient is its ne
 Shapes: server vectors are (d,). In client hooks a vector's last dimension is d and a dimension of
 clients stands before it, (clients, d), because an engine may train several clients at once; so
 write element-wise formulas, and `dot` and `sq` of `everfed.vector` for inner products. Hooks called
-client by client (data, probe, remember, close) see plain (d,) vectors and their own state.
+client by client (data, generated, probe, remember, close) see plain (d,) vectors and their own
+state.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
@@ -67,8 +68,9 @@ class Context(Protocol):
         what lies before coordinate `since` may be left 0, which is cheaper."""
         ...
 
-    def hutchinson(self, w: Tensor, probes: int) -> Tensor:
-        """Hutchinson's estimate of the Hessian's diagonal at w."""
+    def hutchinson(self, w: Tensor, probes: int, since: int = 0) -> Tensor:
+        """Hutchinson's estimate of the Hessian's diagonal at w; what lies before coordinate `since`
+        is left 0, and adds no variance."""
         ...
 
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
@@ -79,8 +81,35 @@ class Context(Protocol):
         """What the last layer of model w is fed with, (len(ids), width)."""
         ...
 
+    def samples(self, ids: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of samples, (len(ids), ...) each."""
+        ...
+
+    def losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of model w on each of some samples, with a gradient in x; evaluation mode."""
+        ...
+
     def labels(self, ids: np.ndarray) -> np.ndarray:
         """Classes of samples; all 0 where labels are not classes."""
+        ...
+
+
+class Recall(Protocol):
+    """The past, where all data are at hand: in simulation."""
+
+    w: Tensor  #: the server's model, at which gradients are taken, (d,)
+    layout: Layout  #: which slice of the vector each parameter is
+
+    def samples(self, client: int, round_: int) -> np.ndarray:
+        """Indices of what the client held in a round."""
+        ...
+
+    def met(self, client: int, block: int) -> int:
+        """The latest round in which the client held that data set."""
+        ...
+
+    def gradient(self, samples: np.ndarray | tuple[Tensor, Tensor], round_: int) -> Tensor:
+        """Of that round's loss over these samples (indices, or inputs and labels), (d,)."""
         ...
 
 
@@ -98,6 +127,7 @@ class Reduced:
     #: mean over coordinates of the cohort's variance around the (weighted) mean update
     spread: Tensor | None = None
     exchanges: int = 1  #: of which the round was made
+    clients: tuple[int, ...] = ()  #: whose replies count, in the order of stacked uploads
 
     def __getitem__(self, key: str) -> Tensor:
         return self.values[key]
@@ -180,6 +210,13 @@ class Part:
         """Numbers worth a line in the records each round."""
         return {}
 
+    def recall(
+        self, s: State, mine: Mapping[int, State], past: Recall
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """For measuring the information loss: gradients of past objectives, each with that of what
+        the part keeps of it. `mine` are the states of the round's clients."""
+        return iter(())
+
     def check(self, local: Local) -> None:
         """Raise EverfedError where the part cannot work with these local settings."""
 
@@ -194,6 +231,11 @@ class Part:
     def data(self, ids: np.ndarray, c: Context) -> np.ndarray:
         """The samples to train on, given the current ones. Client by client."""
         return ids
+
+    def generated(self, c: Context) -> tuple[Tensor, Tensor]:
+        """Inputs and labels to train on beside the client's data. Running statistics are renewed on
+        the client's data afterwards. Client by client."""
+        raise NotImplementedError
 
     def probe(self, w: Tensor, c: Context) -> tuple[State, State]:
         """An exchange before training: uploads, changes of the state. Client by client."""

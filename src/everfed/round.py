@@ -253,6 +253,7 @@ class Rounds:
                     self.stream.task(fed.round),
                     cohort_spread(values, reducer.n),
                     self.method.needs.exchanges,
+                    tuple(sorted(answer.mine)),
                 )
             )
         return out

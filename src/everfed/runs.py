@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everfed import __version__, metrics
+from everfed import __version__, metrics, past
 from everfed.chance import torch_seed
 from everfed.client import ClientProgram
 from everfed.compute import Compute, choose
@@ -128,6 +128,7 @@ def run(
     folder: str | Path | None = None,
     resume: bool = False,
     test_every: int = 1,
+    information_loss: bool = False,
     workers: int | Literal["auto"] = "auto",
     grouping: Grouping = "auto",
     precision: Precision = "float32",
@@ -156,6 +157,8 @@ def run(
         folder: where to keep the run; None: only in memory.
         resume: go on with the run in `folder`, bit-identical to one that was never interrupted.
         test_every: rounds from test to test.
+        information_loss: record how far a method's approximations of past objectives are from them
+            (CFL); in simulation only, and costly: gradients over all data that are approximated.
         workers: processes that train clients.
         grouping: train clients one by one ("single") or many at a time ("batched").
         precision: of the model's numbers.
@@ -168,6 +171,10 @@ def run(
     """
     settings = local or Local()
     _check_options(method, stream, sample, seed, test_every, workers, precision, grouping)
+    if information_loss and engine is not None:
+        raise EverfedError(
+            "information_loss needs past data, which stay at the sites: it is for simulation"
+        )
     stream = stream.seeded(seed)
     check_stream(stream)
     for part in method.parts:
@@ -186,6 +193,7 @@ def run(
             "parameters": compute.layout.d,
             "precision": precision,
             "test_every": test_every,
+            "information_loss": information_loss or None,
         }
         about = {
             "everfed": __version__,
@@ -209,6 +217,7 @@ def run(
             on_round,
             config is not None or (place is not None and place.config().get("config") is not None),
             Loggers(list(loggers), stream.tasks),
+            program if information_loss else None,
         )
         finished = False
         try:
@@ -268,6 +277,7 @@ class Session:
     on_round: Callable[[Progress], None] | None
     configured: bool  #: whether the command line can resume it
     loggers: Loggers
+    recalls: ClientProgram | None  #: whose information loss is measured
 
     def __post_init__(self) -> None:
         self.changed: set[int] = set()
@@ -298,6 +308,7 @@ class Session:
                 at, task = fed.round, stream.task(fed.round)
                 events = self.rounds.play(fed)
                 new = self._lines(at, task, events) + self._labels(at, task, events.cohort)
+                new += self._information_loss(fed, at, task, events.cohort)
                 accuracy = None
                 if (at + 1) % self.test_every == 0 or stream.last_of_task(at):
                     new += self._test(fed, at, task, range(task + 1), end=False)
@@ -324,6 +335,14 @@ class Session:
             return []
         held = labels.held(stream, cohort, at)
         return [{"round": at, "task": task, "metric": "labels", "value": held}]
+
+    def _information_loss(
+        self, fed: Federation, at: int, task: int, cohort: list[int]
+    ) -> list[Record]:
+        if self.recalls is None:
+            return []
+        lost = past.information_loss(self.recalls, fed, cohort, at)
+        return [] if lost is None else [_line(at, task, "information_loss", lost)]
 
     def _test(
         self, fed: Federation, at: int, task: int, on: Sequence[int], end: bool

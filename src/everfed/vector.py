@@ -7,6 +7,7 @@ views a module trains on are already in the order in which CPU convolutions are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -120,6 +121,17 @@ class Layout:
             name = slot.name.rpartition(".")[0]
             own[name] = max(own.get(name, 0), len(slot.shape))
         return [name for name, dims in own.items() if dims > 1] or list(own)
+
+    def blocks(self) -> list[str]:
+        """The layers, of which those of one numbered block (of a ResNet, of a transformer) count as
+        one: 'layer4.1.conv1' and 'layer4.1.conv2' are the block 'layer4.1'."""
+        out: list[str] = []
+        for name in self.layers():
+            numbered = re.match(r"(?:.*\.)?\d+(?=\.|$)", name)
+            block = numbered[0] if numbered else name
+            if not any(f"{block}.".startswith(f"{other}.") for other in out):
+                out.append(block)
+        return out
 
 
 def bind(module: nn.Module, layout: Layout, vector: Tensor, gradient: Tensor) -> None:

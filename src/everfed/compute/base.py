@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -96,6 +96,9 @@ class Compute(ABC):
 
     def seed(self, value: int) -> None:  # noqa: B027 - most have nothing random
         """Make what is random in the module (dropout) a function of `value`."""
+
+    def renew(self, w: Tensor, batches: Iterable[Tensor]) -> None:  # noqa: B027 - as most have none
+        """Take running statistics anew, over these inputs, at the only client's model w."""
 
     @abstractmethod
     def space(self, clients: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -26,13 +26,28 @@ class ModuleCompute(Compute):
         self.w = self.weights()
         self.g = torch.zeros_like(self.w)
         bind(self.module, self.layout, self.w, self.g)
-        self.has_batchnorm = any(isinstance(m, _BatchNorm) for m in module.modules())
+        self.norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
 
     def seed(self, value: int) -> None:
         # not torch.manual_seed, which spends 0.4 ms on a traceback where CUDA is not in use
         torch.default_generator.manual_seed(value)
         if self.device.type in ("cuda", "mps"):
             getattr(torch, self.device.type).manual_seed(value)
+
+    def renew(self, w: Tensor, batches: Iterable[Tensor]) -> None:
+        usable = [x for x in batches if len(x) > 1]  # BatchNorm has no statistics of one sample
+        if not self.norms or not usable:
+            return
+        momenta = [norm.momentum for norm in self.norms]
+        for norm in self.norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain mean over the batches
+        self.module.train()
+        with torch.no_grad(), self._at(w):
+            for x in usable:
+                self._forward(x)
+        for norm, momentum in zip(self.norms, momenta, strict=True):
+            norm.momentum = momentum
 
     def space(self, clients: int) -> Tensor:
         return self.w.unsqueeze(0)
@@ -59,7 +74,7 @@ class ModuleCompute(Compute):
         self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
     ) -> tuple[Tensor, Tensor]:
         # BatchNorm cannot be trained on a single sample: that step uses the running statistics
-        self.module.train(not (self.has_batchnorm and x.shape[1] == 1))
+        self.module.train(not (self.norms and x.shape[1] == 1))
         with self._at(w):
             self.g.zero_()
             z = self._forward(x[0]).unsqueeze(0)

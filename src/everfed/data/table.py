@@ -78,6 +78,24 @@ class Data:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """A table with more samples after its own, whose indices go on where the table's end."""
+
+    table: Data
+    x: Tensor  #: more inputs, as a model takes them
+    y: Tensor
+
+    def take(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of samples, as `Data.take`."""
+        own = len(self.table.y)
+        x, y = self.table.take(ids.clamp(max=own - 1), dtype)
+        more = (ids >= own).to(x.device)
+        at = (ids[ids >= own] - own).to(self.x.device)
+        x[more], y[more] = self.x[at].to(x), self.y[at.to(self.y.device)].to(y)
+        return x, y
+
+
 def arrays(
     x: Array,
     y: Array,

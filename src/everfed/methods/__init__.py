@@ -5,11 +5,13 @@
 """
 
 from everfed.methods.cfl_coreset import CoreSet, cfl_coreset
+from everfed.methods.cfl_generative import Generated, cfl_generative
 from everfed.methods.cfl_regularization import Taylor, cfl_regularization
 from everfed.methods.cflag import CFlag, Track, cflag, fedtrack
 from everfed.methods.ewc import Elastic, ewc
 from everfed.methods.fedavg import ServerRate, fedavg
 from everfed.methods.fedavgm import ServerMomentum, fedavgm
+from everfed.methods.fedcurv import Curv, fedcurv
 from everfed.methods.fedeve import FedEve, fedeve
 from everfed.methods.fednova import Nova, fednova
 from everfed.methods.fedopt import ServerAdaptive, fedadagrad, fedadam, fedyogi
@@ -23,10 +25,11 @@ from everfed.methods.scaffold import Scaffold, scaffold
 from everfed.methods.special import Anchor, ClientAnchor, special, special_c
 
 __all__ = [
-    "METHODS", "Anchor", "Bound", "CFlag", "ClientAnchor", "CoreSet", "Distil", "Elastic", "Entry",
-    "FedEve", "Krum", "MimeLite", "Nova", "Privacy", "Prox", "Scaffold",
+    "METHODS", "Anchor", "Bound", "CFlag", "ClientAnchor", "CoreSet", "Curv", "Distil", "Elastic",
+    "Entry", "FedEve", "Generated", "Krum", "MimeLite", "Nova", "Privacy", "Prox", "Scaffold",
     "ServerAdaptive", "ServerMomentum", "ServerRate", "Taylor", "Track", "Trimmed", "cfl_coreset",
-    "cfl_regularization", "cflag", "ewc", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedeve",
-    "fednova", "fedprox", "fedtrack", "fedyogi", "krum", "lwf", "median", "mimelite", "norm_bound",
-    "privacy", "register", "scaffold", "special", "special_c", "trimmed_mean",
+    "cfl_generative", "cfl_regularization", "cflag", "ewc", "fedadagrad", "fedadam", "fedavg",
+    "fedavgm", "fedcurv", "fedeve", "fednova", "fedprox", "fedtrack", "fedyogi", "krum", "lwf",
+    "median", "mimelite", "norm_bound", "privacy", "register", "scaffold", "special", "special_c",
+    "trimmed_mean",
 ]  # fmt: skip

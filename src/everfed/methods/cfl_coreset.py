@@ -7,10 +7,12 @@ trains on its current data together with all others' core sets, one shuffled set
 
 naive: uniform without replacement. herding: per class, features of unit length, in the order in
 which the running mean stays closest to the class mean, no sample twice (Algorithm 3, corrected).
+Where all sets together exceed a budget, they are cut: naive ones at random, herding from the end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from everfed import memory
 from everfed.chance import rng
-from everfed.method import Average, Context, Method, Part, State
+from everfed.method import Average, Context, Method, Part, Recall, State
 from everfed.methods.registry import register
 
 
@@ -32,6 +34,9 @@ class CoreSet(Part):
     remembers = ("ids",)
     size: PositiveInt = 100
     choice: Literal["naive", "herding"] = "naive"
+    #: samples of all sets together; None: no limit
+    budget: PositiveInt | None = None
+    evict: memory.Evict = "shrink"
 
     def client_init(self, w: Tensor) -> State:
         none = torch.zeros(0, dtype=torch.int64)
@@ -47,18 +52,43 @@ class CoreSet(Part):
             kept = memory.uniform(c.ids, self.size, random)
         else:
             kept = memory.herding(c.ids, c.labels(c.ids), c.features(w, c.ids), self.size)
-        others = c.mine["block"] != c.block
-        block = torch.full((len(kept),), c.block)
-        return {
-            "ids": torch.cat([c.mine["ids"][others], torch.from_numpy(kept)]),
-            "block": torch.cat([c.mine["block"][others], block]),
-        }
+        # from the least to the most recently met
+        sets = {b: own for b, own in _sets(c.mine).items() if b != c.block} | {c.block: kept}
+        sizes = [len(own) for own in sets.values()]
+        if self.budget is not None and sum(sizes) > self.budget:
+            left = memory.allotted(sizes, self.budget, self.evict)
+            cut = zip(sets.items(), left, strict=True)
+            sets = {b: self._cut(own, size, b, c) for (b, own), size in cut}
+        block = torch.tensor([b for b, own in sets.items() for _ in own], dtype=torch.int64)
+        return {"ids": torch.from_numpy(np.concatenate(list(sets.values()))), "block": block}
+
+    def recall(
+        self, s: State, mine: Mapping[int, State], past: Recall
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for client, own in mine.items():
+            for block, kept in _sets(own).items():
+                at = past.met(client, block)
+                exact = past.gradient(past.samples(client, at), at)
+                yield exact, past.gradient(kept, at)
+
+    def _cut(self, ids: np.ndarray, size: int, block: int, c: Context) -> np.ndarray:
+        if self.choice == "herding":
+            return memory.first_of_classes(ids, c.labels(ids), size)
+        return memory.uniform(ids, size, rng(c.seed, "cut", c.round, c.client, block))
+
+
+def _sets(mine: Mapping[str, Tensor]) -> dict[int, np.ndarray]:
+    """A client's core sets by data set, from the least to the most recently met."""
+    ids, block = mine["ids"].numpy(), mine["block"].numpy()
+    return {b: ids[block == b] for b in dict.fromkeys(block.tolist())}
 
 
 @register("Towards Federated Learning on Time-evolving Heterogeneous Data")
 def cfl_coreset(
     size: PositiveInt = 100,
     choice: Literal["naive", "herding"] = "naive",
+    budget: PositiveInt | None = None,
+    evict: memory.Evict = "shrink",
     average: Average = "uniform",
 ) -> Method:
     """Replay of a small core set of every data set a client has met.
@@ -66,6 +96,9 @@ def cfl_coreset(
     Args:
         size: samples kept of each data set.
         choice: "naive" draws them at random, "herding" keeps close to the class means of features.
+        budget: samples that a client keeps in all; left out: no limit.
+        evict: beyond the budget "shrink" cuts all sets to the same size, "oldest" the set that was
+            not met for the longest time first.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
-    return Method(CoreSet(size, choice), average=average, name="cfl_coreset")
+    return Method(CoreSet(size, choice, budget, evict), average=average, name="cfl_coreset")

@@ -19,6 +19,7 @@ it received, one more gradient a round.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -27,34 +28,41 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from everfed.errors import EverfedError
-from everfed.method import Average, Context, Method, Part, Reduced, State
+from everfed.method import Average, Context, Method, Part, Recall, Reduced, State
 from everfed.methods.fedprox import Prox
 from everfed.methods.registry import register
 from everfed.theory.drift import scattered
 from everfed.theory.weights import independent
 from everfed.vector import Layout, Slot, sq
 
-Layers = Literal["top", "all"] | dict[str, float]
+Layers = Literal["top", "all"] | dict[str, NonNegativeFloat]
 
 
 def chosen(layers: Layers, layout: Layout) -> list[tuple[Slot, float]]:
-    """The regularised slots with their strengths; "top": the last layer 1, the one before 0.1."""
-    names = layout.layers()
+    """The regularised slots with their strengths; "top": the last block 1, the one before 0.1."""
     if layers == "all":
-        layers = dict.fromkeys(names, 1.0)
-    elif layers == "top":
-        layers = dict(zip(names[-2:], (0.1, 1.0)[-len(names[-2:]) :], strict=True))
-    for name in layers:
-        if not layout.names(name):
-            raise EverfedError(f"the model has no layer {name!r}; it has {', '.join(names)}")
-    return [(slot, beta) for name, beta in layers.items() for slot in layout.names(name)]
+        return [(slot, 1.0) for slot in layout.slots]
+    blocks = layout.blocks()
+    if layers == "top":
+        layers = dict(zip(blocks[-2:], (0.1, 1.0)[-len(blocks[-2:]) :], strict=True))
+    out: dict[Slot, float] = {}
+    for name, beta in layers.items():
+        slots = layout.names(name)
+        if not slots:
+            raise EverfedError(f"the model has no layer {name!r}; it has {', '.join(blocks)}")
+        if any(slot in out for slot in slots):
+            raise EverfedError(f"layers: {name!r} shares parameters with another name of the table")
+        out |= dict.fromkeys(slots, beta)
+    if not out:
+        raise EverfedError(f"layers names none; the model has {', '.join(blocks)}")
+    return list(out.items())
 
 
 @dataclass(frozen=True)
 class Taylor(Part):
     """Second-order memories of past objectives, compressed to two vectors."""
 
-    reduces = {"h": "stack", "c": "stack", "who": "stack", "lost": "stack"}
+    reduces = {"h": "stack", "c": "stack", "lost": "stack"}
     curvature: Literal["fisher", "hutchinson"] = "fisher"
     layers: Layers = "top"
     buffer: PositiveInt = 40
@@ -96,25 +104,22 @@ class Taylor(Part):
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
         slots = [slot for slot, _ in chosen(self.layers, c.layout)]
+        since = min(slot.start for slot in slots)
         if self.curvature == "fisher":
-            h, g = c.fisher(w, since=min(slot.start for slot in slots))
+            h, g = c.fisher(w, since)
         else:
-            h, g = c.hutchinson(w, self.probes), c.gradient(w)
+            h, g = c.hutchinson(w, self.probes, since), c.gradient(w)
         h = h.clamp_(min=0) if self.clamp else h
         constant = g.addcmul_(h, w, value=-1)
-
-        def take(v: Tensor) -> Tensor:
-            return torch.cat([v[..., slot.start : slot.stop] for slot in slots], -1)
-
-        uploads = {"h": take(h), "c": take(constant)}
+        uploads = {"h": _take(h, slots), "c": _take(constant, slots)}
         if self.weights == "auto":
             start = c.start.expand_as(w)
-            uploads["lost"] = sq(take(h * start + constant - c.gradient(start)))
-            uploads["who"] = torch.tensor(c.clients)[:, None]
+            uploads["lost"] = sq(_take(h * start + constant - c.gradient(start), slots))
         return update, uploads, {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         new = dict(r.values) | {"round": torch.full((len(r["h"]),), r.round)}
+        new["client"] = torch.tensor(r.clients)
         kept = {key: torch.cat([s[key], new[key]]) if "h" in s else new[key] for key in new}
         state = {"cuts": s["cuts"]} | {key: value[-self.buffer :] for key, value in kept.items()}
         if self.weights == "auto":
@@ -126,7 +131,7 @@ class Taylor(Part):
         as well, so they are taken off."""
         at = torch.cat([w[start:stop] for start, stop in s["cuts"].tolist()])
         gradients = (s["h"] * at + s["c"]).double().cpu().numpy()
-        drift = scattered(gradients, s["who"][:, 0].numpy(), s["round"].numpy())
+        drift = scattered(gradients, s["client"].numpy(), s["round"].numpy())
         lost = float(s["lost"].mean())
         return torch.tensor([max(drift.time - lost, 0.0), lost], dtype=torch.float64)
 
@@ -135,14 +140,29 @@ class Taylor(Part):
         d2, r2 = s["constants"].tolist() if self.weights == "auto" else (self.d2, self.r2)
         return independent(len(set(s["round"].tolist())) + 1, d2, r2)
 
+    def recall(
+        self, s: State, mine: Mapping[int, State], past: Recall
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        slots = [slot for slot, _ in chosen(self.layers, past.layout)]
+        w = _take(past.w, slots)
+        for k in range(len(s.get("h", ()))):
+            client, at = int(s["client"][k]), int(s["round"][k])
+            exact = past.gradient(past.samples(client, at), at)
+            yield _take(exact, slots), s["h"][k] * w + s["c"][k]
+
     def metrics(self, s: State) -> dict[str, float]:
         if self.weights == "beta":
             return {}
         past, now = self._weights(s)
         found = {"weight_past": past, "weight_now": now}
         if self.weights == "auto":
-            found["time_drift"], found["information_loss"] = s["constants"].tolist()
+            found["time_drift"], found["series_loss"] = s["constants"].tolist()
         return found
+
+
+def _take(v: Tensor, slots: list[Slot]) -> Tensor:
+    """The coordinates of some slots: (..., d) -> (..., k)."""
+    return torch.cat([v[..., slot.start : slot.stop] for slot in slots], -1)
 
 
 @register("Towards Federated Learning on Time-evolving Heterogeneous Data")
@@ -162,7 +182,8 @@ def cfl_regularization(
 
     Args:
         curvature: "fisher", or "hutchinson" for the Hessian's own diagonal.
-        layers: "top" (the last two), "all", or a table of layers with their strengths.
+        layers: "top" (the last block and, at a tenth, the one before), "all", or a table of names
+            of layers or blocks with their strengths.
         buffer: Taylor series that the server keeps.
         weights: "beta" (the strengths of the layers), "theory" (Theorem 4.1) or "auto" (the same,
             with d2 and r2 estimated as training goes on).

@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from everfed.errors import EverfedError
 from everfed.report.page import Curve, Page, Panel
@@ -257,7 +257,8 @@ def _panel(page: Page, panel: Panel) -> Figure:
     _lines(axis, page, panel.lines)
     if panel.log:
         axis.set_yscale("log")
-        axis.yaxis.set_major_formatter("{x:.0e}")  # the usual one writes formulas
+        axis.yaxis.set_major_formatter("{x:.0e}")  # the usual ones write formulas
+        axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
     elif axis.get_ylim()[0] > 0:
         axis.set_ylim(bottom=0)
     kinds = zip(("solid", "dashed"), panel.labels, strict=False)

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from typing import Any
 
@@ -279,6 +279,11 @@ def _curve(own: Sequence[Mapping[int, float]], every: int, edges: Sequence[int])
     return Curve(rounds, [_short(mean) for mean, _ in values], [_short(std) for _, std in values])
 
 
+def _positive(curve: Curve) -> Curve:
+    """For a logarithmic axis, which has no place for 0."""
+    return replace(curve, y=[y if y is not None and y > 0 else None for y in curve.y])
+
+
 def _panels(series: Mapping[str, Sequence[Mapping[str, Any]]], curves: Any) -> list[Panel]:
     found = dict.fromkeys(key for own in series.values() for one in own for key in one)
     known = {metric for *_, metrics in PANELS for metric in metrics}
@@ -288,8 +293,12 @@ def _panels(series: Mapping[str, Sequence[Mapping[str, Any]]], curves: Any) -> l
         for key in found
         if key not in known | tests
     ]
+
+    def lines(key: str, log: bool) -> list[Curve | None]:
+        return [curve and _positive(curve) if log else curve for curve in curves(key)]
+
     return [
-        Panel(title, what, log, list(metrics.values()), [curves(key) for key in metrics])
+        Panel(title, what, log, list(metrics.values()), [lines(key, log) for key in metrics])
         for title, what, log, metrics in (*PANELS, *more)
         if any(key in found for key in metrics)
     ]
