@@ -61,6 +61,7 @@ ROWS = {
     "ewc": Row(methods.ewc, {"lam": 0.5, "decay": 0.9}, reference.ewc, {"lam": 0.5, "decay": 0.9},
                off={"lam": 0.0}),
     "lwf": Row(methods.lwf, off={"lam": 0.0}),
+    "flwf2t": Row(methods.flwf2t, off={"alpha": 1.0, "beta": 0.0}),
     "cfl_coreset": Row(methods.cfl_coreset, {"size": 5}),
     "cfl_coreset herding": Row(methods.cfl_coreset, {"size": 5, "choice": "herding"}),
     "cfl_regularization": Row(methods.cfl_regularization, TAYLOR, reference.cfl_reg,

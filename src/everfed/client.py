@@ -203,6 +203,10 @@ class Phase(Context):
         return out
 
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
+        if w.dim() == 2:
+            return torch.stack(
+                [self.program.compute.logits(*row) for row in zip(w, x, strict=True)]
+            )
         z = self.program.compute.logits(w, x.flatten(0, 1))
         return z.view(*x.shape[:2], *z.shape[1:])
 
@@ -238,6 +242,7 @@ class ClientProgram:
             for hook in (
                 "data",
                 "probe",
+                "weigh",
                 "loss",
                 "affine",
                 "grad",
@@ -358,8 +363,10 @@ class ClientProgram:
     def _descend(self, ask: Ask, phase: Phase, w: Tensor, plans: list[Plan]) -> Tensor:
         """All local steps; the mean loss of each client."""
         objective = self.objective(ask.task)
-        if self.hooks["loss"]:
-            objective = Objective(objective.loss, objective.mask, self._extra_loss(phase))
+        if self.hooks["loss"] or self.hooks["weigh"]:
+            extra = self._extra_loss(phase) if self.hooks["loss"] else None
+            weight = math.prod(self._hook("weigh", i, phase)() for i in self.hooks["weigh"])
+            objective = replace(objective, extra=extra, weight=weight)
         optimiser = Optimiser(self.local)
         changes = self._changes(phase)
         rate, bend = self._fused(changes, ask.lr)

@@ -72,7 +72,8 @@ class Context(Protocol):
         ...
 
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
-        """Outputs of another model w, (d,), on a batch; no gradient, evaluation mode."""
+        """Outputs of another model w, (d,), or of one for each client, (clients, d), on a batch;
+        no gradient, evaluation mode."""
         ...
 
     def features(self, w: Tensor, ids: np.ndarray) -> Tensor:
@@ -198,6 +199,10 @@ class Part:
     def probe(self, w: Tensor, c: Context) -> tuple[State, State]:
         """An exchange before training: uploads, changes of the state. Client by client."""
         return {}, {}
+
+    def weigh(self, c: Context) -> float:
+        """How much the client's own loss counts beside the terms that parts add."""
+        return 1.0
 
     def loss(self, z: Tensor, x: Tensor, y: Tensor, c: Context) -> Tensor:
         """A term for each sample's loss: outputs (clients, batch, classes) -> (clients, batch)."""

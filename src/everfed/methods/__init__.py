@@ -14,6 +14,7 @@ from everfed.methods.fedeve import FedEve, fedeve
 from everfed.methods.fednova import Nova, fednova
 from everfed.methods.fedopt import ServerAdaptive, fedadagrad, fedadam, fedyogi
 from everfed.methods.fedprox import Prox, fedprox
+from everfed.methods.flwf2t import TwoTeachers, flwf2t
 from everfed.methods.lwf import Distil, lwf
 from everfed.methods.mimelite import MimeLite, mimelite
 from everfed.methods.privacy import Privacy, privacy
@@ -23,10 +24,52 @@ from everfed.methods.scaffold import Scaffold, scaffold
 from everfed.methods.special import Anchor, ClientAnchor, special, special_c
 
 __all__ = [
-    "METHODS", "Anchor", "Bound", "CFlag", "ClientAnchor", "CoreSet", "Distil", "Elastic", "Entry",
-    "FedEve", "Krum", "MimeLite", "Nova", "Privacy", "Prox", "Scaffold",
-    "ServerAdaptive", "ServerMomentum", "ServerRate", "Taylor", "Track", "Trimmed", "cfl_coreset",
-    "cfl_regularization", "cflag", "ewc", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedeve",
-    "fednova", "fedprox", "fedtrack", "fedyogi", "krum", "lwf", "median", "mimelite", "norm_bound",
-    "privacy", "register", "scaffold", "special", "special_c", "trimmed_mean",
+    "METHODS",
+    "Anchor",
+    "Bound",
+    "CFlag",
+    "ClientAnchor",
+    "CoreSet",
+    "Distil",
+    "Elastic",
+    "Entry",
+    "FedEve",
+    "Krum",
+    "MimeLite",
+    "Nova",
+    "Privacy",
+    "Prox",
+    "Scaffold",
+    "ServerAdaptive",
+    "ServerMomentum",
+    "ServerRate",
+    "Taylor",
+    "Track",
+    "Trimmed",
+    "TwoTeachers",
+    "cfl_coreset",
+    "cfl_regularization",
+    "cflag",
+    "ewc",
+    "fedadagrad",
+    "fedadam",
+    "fedavg",
+    "fedavgm",
+    "fedeve",
+    "fednova",
+    "fedprox",
+    "fedtrack",
+    "fedyogi",
+    "flwf2t",
+    "krum",
+    "lwf",
+    "median",
+    "mimelite",
+    "norm_bound",
+    "privacy",
+    "register",
+    "scaffold",
+    "special",
+    "special_c",
+    "trimmed_mean",
 ]  # fmt: skip

@@ -1,0 +1,154 @@
+"""Continual baselines in federated form: their formulas followed step by step, and the mistakes
+that public implementations make.
+
+The formulas are written anew here as scalar losses of a small linear model, and descended along
+central differences, so a term without a gradient, of a wrong slice or of a wrong model shows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import everfed as ef
+from everfed.local import Local
+
+LR = 0.3
+FULL = Local(lr=LR, steps=1, batch=1000)
+
+
+def slope(loss, w: torch.Tensor) -> torch.Tensor:
+    """The gradient of a scalar loss by central differences."""
+    h = 1e-6 * torch.eye(len(w), dtype=w.dtype)
+    return torch.stack([(loss(w + e) - loss(w - e)) / 2e-6 for e in h])
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 4).double()
+
+
+def logits(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x @ w[:12].view(4, 3).T + w[12:]
+
+
+def soft(z: torch.Tensor, teacher: torch.Tensor, temperature: float = 2.0) -> torch.Tensor:
+    """Cross-entropy of softened outputs, the mean over samples."""
+    p = torch.softmax(teacher / temperature, 1)
+    return -(p * torch.log_softmax(z / temperature, 1)).sum(1).mean()
+
+
+def table(classes_of_task=((0, 1, 2, 3), (0, 1, 2, 3)), clients: int = 2, each: int = 6):
+    """Random samples of two tasks; client i holds `each` + i samples of every task."""
+    random = np.random.default_rng(0)
+    x, y, task, client = [], [], [], []
+    for t, own in enumerate(classes_of_task):
+        for i in range(clients):
+            n = each + i
+            x.append(random.normal(t, 1, (n, 3)))
+            y.append(np.resize(own, n))
+            task += [t] * n
+            client += [i] * n
+    x, y = np.concatenate(x).astype(np.float32), np.concatenate(y)
+    return ef.data.arrays(x, y, task=task, client=client)
+
+
+def held(data, t: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = np.flatnonzero((data.task == t) & (data.client == i))
+    return data.x[ids].double(), data.y[ids]
+
+
+def vectors(method, data, rounds: int, **options) -> list[torch.Tensor]:
+    """The server's model after each round, two tasks of `rounds` rounds."""
+    out = []
+    for k in range(1, 2 * rounds + 1):
+        stream = Cut(ef.streams.given(data, rounds=rounds), k)
+        options = {"local": FULL, "workers": 1} | options
+        out.append(ef.run(method, stream, linear(), **options).vector)
+    return out
+
+
+class Cut(ef.streams.Stream):
+    """The first rounds of a stream."""
+
+    def __init__(self, whole, rounds):
+        self.whole, self.rounds = whole, rounds
+        self.data, self.clients, self.head = whole.data, whole.clients, whole.head
+        ends = np.minimum(np.cumsum(whole.task_rounds), rounds)
+        self.task_rounds = tuple(int(n) for n in np.diff(ends, prepend=0) if n)
+        self.task_classes = whole.task_classes and whole.task_classes[: len(self.task_rounds)]
+
+    def samples(self, client, round_):
+        return self.whole.samples(client, round_)
+
+
+def first() -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in linear().parameters()])
+
+
+# distillation -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("build", [ef.methods.lwf, ef.methods.flwf2t], ids=lambda b: b.__name__)
+def test_distillation_acts_on_old_classes_alone(build):
+    """Only new classes compete in the loss, so what moves the old ones' outputs is the teacher; the
+    outputs of classes that are still to come, which no teacher knows, stay."""
+    data = table([range(6)], each=30)
+    stream = ef.streams.classes(data, tasks=3, clients=2, rounds=3, seed=0)
+    order = torch.tensor(stream.task_classes)
+    local = Local(lr=LR, epochs=1, batch=4)
+    rows = []
+    for tasks in (1, 2):
+        cut, model = Cut(stream, 3 * tasks), ef.models.mlp(3, 8, 6)
+        trained = ef.run(build(), cut, model, local=local, workers=1).model
+        rows.append(trained[-1].weight.detach())
+    moved = (rows[1] - rows[0]).abs().amax(1)[order]
+    assert moved[:2].min() > 1e-4  # rounding would be 1e-7
+    assert moved[2].max() == 0
+
+
+# FLwF-2T ------------------------------------------------------------------------------------------
+def test_flwf2t_follows_its_formula():
+    """Two clients, two tasks of two rounds: the own teacher is the local model of the last round
+    of the first task (not the mean, not the newest), the server's is the model received."""
+    data = table()
+    w, own, newest, expected = first(), [], [], []
+    for t in range(4):
+        task, start, locals_ = t // 2, w, []
+        own = newest if t == 2 else own
+        for i in range(2):
+            x, y = held(data, task, i)
+
+            def loss(v, x=x, y=y, i=i, start=start, task=task, own=own):
+                z = logits(v, x)
+                ce = F.cross_entropy(z, y)
+                if task == 0:
+                    return ce
+                return 0.5 * ce + 0.2 * soft(z, logits(own[i], x)) + 0.3 * soft(z, logits(start, x))
+
+            locals_.append(start - LR * slope(loss, start))
+        newest = locals_
+        w = sum(locals_) / 2
+        expected.append(w)
+    got = vectors(ef.methods.flwf2t(alpha=0.5, beta=0.2, average="uniform"), data, 2)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_flwf2t_loss_adds_up():
+    """CE 1.2, teachers .8 and .6 with alpha = .5, beta = .25: .6 + .2 + .15."""
+    from everfed.compute import Objective
+
+    y = torch.zeros(1, 1)
+    fixed = Objective(
+        lambda z, y: torch.tensor([1.2]),
+        extra=lambda z, x, y: torch.tensor([[0.25 * 0.8 + 0.25 * 0.6]]),
+        weight=0.5,
+    )
+    assert fixed(torch.zeros(1, 1, 2), y, y).item() == pytest.approx(0.95)
+
+
+def test_flwf2t_shares_must_leave_room():
+    with pytest.raises(ef.EverfedError, match="must not exceed 1"):
+        ef.methods.flwf2t(alpha=0.8, beta=0.4)
