@@ -62,6 +62,7 @@ ROWS = {
                off={"lam": 0.0}),
     "lwf": Row(methods.lwf, off={"lam": 0.0}),
     "flwf2t": Row(methods.flwf2t, off={"alpha": 1.0, "beta": 0.0}),
+    "er": Row(methods.er, {"memory": 30}),
     "cfl_coreset": Row(methods.cfl_coreset, {"size": 5}),
     "cfl_coreset herding": Row(methods.cfl_coreset, {"size": 5, "choice": "herding"}),
     "cfl_regularization": Row(methods.cfl_regularization, TAYLOR, reference.cfl_reg,

@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import everfed as ef
+from everfed import memory
 from everfed.local import Local
+from quadratics import Q2, Game
 
 LR = 0.3
 FULL = Local(lr=LR, steps=1, batch=1000)
@@ -152,3 +154,71 @@ def test_flwf2t_loss_adds_up():
 def test_flwf2t_shares_must_leave_room():
     with pytest.raises(ef.EverfedError, match="must not exceed 1"):
         ef.methods.flwf2t(alpha=0.8, beta=0.4)
+
+
+# memories -----------------------------------------------------------------------------------------
+REHEARSALS = [ef.methods.er(memory=9)]
+
+
+@pytest.mark.parametrize("method", REHEARSALS, ids=lambda m: m.name)
+def test_memories_are_bounded_and_belong_to_clients(method):
+    """Two of five clients a round, three tasks: everyone remembers samples of its own only, of all
+    the tasks it has met, and never more than the bound."""
+    tasks = [[(np.ones((6, 1)), np.zeros((6, 1)))] * 5] * 3
+    game = Game(method, tasks, rounds=4, local=Local(lr=0.1, batch=4), sample=2)
+    met: dict[int, set[int]] = {}
+    for t in range(12):
+        cohort, _ = game.rounds.draw(t, 2)
+        game.play()
+        for i in cohort:
+            met.setdefault(i, set()).add(t // 4)
+        for i, blocks in met.items():
+            kept = game.fed.clients[i][0]["ids"].tolist()
+            owner, task = game.stream.data.client[kept], game.stream.data.task[kept]
+            assert len(set(kept)) == len(kept) <= 9
+            assert set(owner) == {i}
+            assert set(task) == blocks
+    assert max(len(blocks) for blocks in met.values()) == 3
+    assert set(game.fed.clients) == set(met)
+
+
+def test_a_ring_holds_the_newest_of_every_class():
+    # a, b, c of one class in two slots: c has taken a's
+    assert memory.ring(np.array([0, 0, 0]), 2).tolist() == [1, 2]
+    assert memory.ring(np.array([0, 1, 0, 0, 1, 0]), 4).tolist() == [1, 3, 4, 5]
+    assert memory.ring(np.array([0, 0, 0, 1]), 3).tolist() == [1, 2, 3]  # class 1 leaves its slot
+    assert memory.ring(np.array([], dtype=int), 3).tolist() == []
+
+
+def remembered(*centres: float):
+    """A task whose samples are 1/2 (w - c)^2, as many for each client as in Q2."""
+    counts = [len(a) for a, _ in Q2]
+    return [(np.ones((n, 1)), np.full((n, 1), c)) for n, c in zip(counts, centres, strict=True)]
+
+
+def after_memory(method, centres, **local) -> float:
+    """The model after one round of Q2 from 0, with memories 1/2 (w - c)^2."""
+    settings = Local(**{"lr": 0.1, "steps": 2, "batch": 8} | local)
+    game = Game(method, [remembered(*centres), Q2], rounds=1, local=settings)
+    game.play()
+    game.fed.w = torch.zeros(1, dtype=torch.float64)
+    return float(game.play()[0])
+
+
+# ER -----------------------------------------------------------------------------------------------
+def test_er_is_the_mean_of_both_gradients():
+    # A: 1/2 ((w - 1) + (w + 1)) = w stays at 0. B: 1/2 (2 (w - 4) + (w - 3)) = 1.5 w - 5.5:
+    # 0 -> .55 -> .55 + .1 (5.5 - .825) = 1.0175
+    got = after_memory(ef.methods.er(average="uniform"), (-1, 3))
+    assert got == pytest.approx(1.0175 / 2)
+
+
+def test_er_counts_a_small_memory_as_half():
+    """One remembered sample beside a batch of three: not a quarter of the step."""
+    got = after_memory(ef.methods.er(memory=1, average="uniform"), (-1, 3))
+    assert got == pytest.approx(1.0175 / 2)
+
+
+def test_er_does_not_go_with_a_table_of_gradients():
+    with pytest.raises(ef.EverfedError, match="iag = false"):
+        ef.methods.er() + ef.methods.fedtrack()

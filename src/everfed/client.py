@@ -241,6 +241,7 @@ class ClientProgram:
             hook: self.method.using(hook)
             for hook in (
                 "data",
+                "replay",
                 "probe",
                 "weigh",
                 "loss",
@@ -289,6 +290,8 @@ class ClientProgram:
         args = (self.local, self.seed, ask.round)
         components = self.method.components
         planned = [(job, batches(job.trains_on, *args, job.client, components)) for job in jobs]
+        if self.hooks["replay"]:
+            planned = [(job, self._with_replay(ask, job, plan)) for job, plan in planned]
         # the largest first: shorter phases drop out at the end
         planned.sort(key=lambda item: (-len(item[1].steps), -len(item[0].trains_on)))
         for k in range(0, len(planned), self.width):
@@ -329,6 +332,15 @@ class ClientProgram:
         for i in self.hooks["data"]:
             ids = self._hook("data", i, Phase(self, ask, [job], alone=True))(ids)
         return replace(job, trains_on=ids)
+
+    def _with_replay(self, ask: Ask, job: Job, plan: Plan) -> Plan:
+        """The plan with all that the parts add to its batches."""
+        phase, steps = Phase(self, ask, [job], alone=True), []
+        for phase.step, batch in enumerate(plan.steps):
+            for i in self.hooks["replay"]:
+                batch = self._hook("replay", i, phase)(batch)
+            steps.append(batch)
+        return replace(plan, steps=steps)
 
     def _exchange(self, ask: Ask, job: Job) -> Reply:
         """Probe or close, one client."""

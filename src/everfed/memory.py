@@ -14,17 +14,28 @@ def uniform(ids: np.ndarray, size: int, random: np.random.Generator) -> np.ndarr
     return ids[np.sort(random.choice(len(ids), size, replace=False))]
 
 
+def ring(groups: np.ndarray, size: int) -> np.ndarray:
+    """What `size` slots hold after samples of these groups (classes) have arrived one by one: of
+    every group the newest, as evenly over the groups as there are samples. Positions, in order.
+
+    >>> ring(np.array([0, 0, 0, 1]), 3).tolist()
+    [1, 2, 3]
+    """
+    newest = np.arange(len(groups))[::-1]
+    age = np.empty(len(groups), dtype=np.int64)
+    for g in np.unique(groups):
+        own = newest[groups[newest] == g]
+        age[own] = np.arange(len(own))
+    # taking the youngest of their groups first goes round the groups
+    return np.sort(newest[np.argsort(age[newest], kind="stable")][:size])
+
+
 def class_balanced(
     ids: np.ndarray, labels: np.ndarray, size: int, random: np.random.Generator
 ) -> np.ndarray:
     """At most `size` samples, as evenly over the classes as there are samples of each."""
-    order = random.permutation(len(ids))
-    # each sample's rank within its class: taking the lowest ranks goes round the classes
-    rank = np.empty(len(ids), dtype=np.int64)
-    for c in np.unique(labels):
-        own = order[labels[order] == c]
-        rank[own] = np.arange(len(own))
-    return ids[np.sort(order[np.argsort(rank[order], kind="stable")][:size])]
+    arrival = random.permutation(len(ids))[::-1]
+    return ids[np.sort(arrival[ring(labels[arrival], size)])]
 
 
 def quotas(labels: np.ndarray, size: int) -> dict[int, int]:

@@ -8,7 +8,7 @@ Signs: an *update* is travel, w_i - start (the papers' pseudo-gradient is its ne
 Shapes: server vectors are (d,). In client hooks a vector's last dimension is d and a dimension of
 clients stands before it, (clients, d), because an engine may train several clients at once; so
 write element-wise formulas, and `dot` and `sq` of `everfed.vector` for inner products. Hooks called
-client by client (data, probe, remember, close) see plain (d,) vectors and their own state.
+client by client (data, replay, probe, remember, close) see plain (d,) vectors and their own state.
 """
 
 from __future__ import annotations
@@ -195,6 +195,10 @@ class Part:
     def data(self, ids: np.ndarray, c: Context) -> np.ndarray:
         """The samples to train on, given the current ones. Client by client."""
         return ids
+
+    def replay(self, batch: np.ndarray, c: Context) -> np.ndarray:
+        """The samples of a step, given those of the batch. Client by client."""
+        return batch
 
     def probe(self, w: Tensor, c: Context) -> tuple[State, State]:
         """An exchange before training: uploads, changes of the state. Client by client."""

@@ -7,6 +7,7 @@
 from everfed.methods.cfl_coreset import CoreSet, cfl_coreset
 from everfed.methods.cfl_regularization import Taylor, cfl_regularization
 from everfed.methods.cflag import CFlag, Track, cflag, fedtrack
+from everfed.methods.er import Rehearsal, Replay, er
 from everfed.methods.ewc import Elastic, ewc
 from everfed.methods.fedavg import ServerRate, fedavg
 from everfed.methods.fedavgm import ServerMomentum, fedavgm
@@ -39,6 +40,8 @@ __all__ = [
     "Nova",
     "Privacy",
     "Prox",
+    "Rehearsal",
+    "Replay",
     "Scaffold",
     "ServerAdaptive",
     "ServerMomentum",
@@ -50,6 +53,7 @@ __all__ = [
     "cfl_coreset",
     "cfl_regularization",
     "cflag",
+    "er",
     "ewc",
     "fedadagrad",
     "fedadam",
