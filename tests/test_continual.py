@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import everfed as ef
 from everfed import memory
 from everfed.local import Local
+from everfed.methods.refed import importance, pull_strength
 from quadratics import Q2, Game
 
 LR = 0.3
@@ -222,3 +223,56 @@ def test_er_counts_a_small_memory_as_half():
 def test_er_does_not_go_with_a_table_of_gradients():
     with pytest.raises(ef.EverfedError, match="iag = false"):
         ef.methods.er() + ef.methods.fedtrack()
+
+
+# ReFed and SR-FDIL --------------------------------------------------------------------------------
+def points(*samples: tuple[float, float]):
+    """One client with samples 1/2 a (w - c)^2."""
+    a, c = np.array(samples).T
+    return [(a[:, None], c[:, None])]
+
+
+def cached(method, task, local) -> tuple[list[float], torch.Tensor]:
+    """The minimisers of the cached samples after one round of a task, and the personal model."""
+    game = Game(method, [task, task], rounds=1, local=local)
+    game.play()
+    state = game.fed.clients[0][0]
+    return game.stream.data.x[state["ids"], 1, 0].tolist(), state["v"]
+
+
+def test_refed_importance():
+    assert pull_strength(0.5) == 0.5
+    assert pull_strength(1.0) == 0
+    norms = torch.tensor([[2.0, 0.0], [1.0, 4.0], [1.0, 0.0]])
+    assert importance(norms).tolist() == pytest.approx([2 + 1 / 2 + 1 / 3, 2.0])
+
+
+def test_refed_personal_model_and_cache():
+    """One step to w = .15, then v: 0 - .1 (-1.5 - .5 * .15) = .1575, and once more .1575 - .1
+    (.1575 - 1.5 + .5 (.1575 - .15)) = .291375; the sample at 3 has the longer gradients."""
+    method = ef.methods.refed(memory=1, steps=2)
+    task = points((1, 0), (1, 3))
+    kept, v = cached(method, task, Local(lr=0.1, steps=1, batch=8))
+    assert v.item() == pytest.approx(0.291375)
+    assert kept == [3.0]
+
+
+@pytest.mark.parametrize(("mix", "expected"), [(1.0, {5.0, 1.0}), (0.0, {5.0, 0.0})])
+def test_sr_fdil_mixes_the_clients_and_the_global_view(mix, expected):
+    """v stays near 0, where gradients are 0, 1 and 1.5 long; w has gone to 1.07, where they are
+    1.07, .07 and 1.18. mix = 1 is ReFed's choice."""
+    task = points((1, 0), (1, 1), (0.3, 5))
+    method = ef.methods.sr_fdil(memory=2, mix=mix, lam=1.0, steps=1)
+    kept, _ = cached(method, task, Local(lr=0.1, steps=50, batch=8))
+    assert set(kept) == expected
+
+
+def test_refed_trains_on_the_cache_and_its_data():
+    """One step from 0 along the mean of the current sample 1 and the cached 3: .1 * 2."""
+    game = Game(
+        ef.methods.refed(), [points((1, 3)), points((1, 1))], rounds=1,
+        local=Local(lr=0.1, steps=1, batch=8),
+    )  # fmt: skip
+    game.play()
+    game.fed.w = torch.zeros(1, dtype=torch.float64)
+    assert game.play()[0] == pytest.approx(0.2)

@@ -191,6 +191,11 @@ class Phase(Context):
         assert total is not None
         return total[..., 0, :] if self.alone else total
 
+    def norms(self, w: Tensor, ids: np.ndarray) -> Tensor:
+        p = self.program
+        x, y = p.data.take(torch.from_numpy(ids), w.dtype)
+        return curvature.sample_norms(p.compute, w, x, y, p.objective(self.task))
+
     def hutchinson(self, w: Tensor, probes: int) -> Tensor:
         p = self.program
         out = torch.empty(len(self.jobs), self.layout.d, device=w.device, dtype=w.dtype)

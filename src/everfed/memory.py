@@ -27,14 +27,15 @@ def ring(groups: np.ndarray, size: int) -> np.ndarray:
         own = newest[groups[newest] == g]
         age[own] = np.arange(len(own))
     # taking the youngest of their groups first goes round the groups
-    return np.sort(newest[np.argsort(age[newest], kind="stable")][:size])
+    kept: np.ndarray = np.sort(newest[np.argsort(age[newest], kind="stable")][:size])
+    return kept
 
 
 def class_balanced(
     ids: np.ndarray, labels: np.ndarray, size: int, random: np.random.Generator
 ) -> np.ndarray:
     """At most `size` samples, as evenly over the classes as there are samples of each."""
-    arrival = random.permutation(len(ids))[::-1]
+    arrival: np.ndarray = random.permutation(len(ids))[::-1]
     return ids[np.sort(arrival[ring(labels[arrival], size)])]
 
 

@@ -67,6 +67,10 @@ class Context(Protocol):
         what lies before coordinate `since` may be left 0, which is cheaper."""
         ...
 
+    def norms(self, w: Tensor, ids: np.ndarray) -> Tensor:
+        """The norm of each sample's own gradient at w, (len(ids),)."""
+        ...
+
     def hutchinson(self, w: Tensor, probes: int) -> Tensor:
         """Hutchinson's estimate of the Hessian's diagonal at w."""
         ...

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed.compute.base import Compute, Objective
-from everfed.curvature import sample_gradients
+from everfed.curvature import ROOM, sample_gradients
 from everfed.vector import bind
 
 
@@ -73,7 +73,7 @@ class ModuleCompute(Compute):
         self.module.eval()
         vector = w.reshape(-1)
         out = vector.new_zeros(2, 1, len(vector))
-        chunk = max(1, 2**24 // self.layout.d)
+        chunk = max(1, ROOM // self.layout.d)
         for k in range(0, x.shape[1], chunk):
             piece = slice(k, k + chunk)
             grads = sample_gradients(self, vector, x[0, piece], y[0, piece], objective)

@@ -19,6 +19,7 @@ from everfed.methods.flwf2t import TwoTeachers, flwf2t
 from everfed.methods.lwf import Distil, lwf
 from everfed.methods.mimelite import MimeLite, mimelite
 from everfed.methods.privacy import Privacy, privacy
+from everfed.methods.refed import Informative, refed, sr_fdil
 from everfed.methods.registry import METHODS, Entry, register
 from everfed.methods.robust import Bound, Krum, Trimmed, krum, median, norm_bound, trimmed_mean
 from everfed.methods.scaffold import Scaffold, scaffold
@@ -35,6 +36,7 @@ __all__ = [
     "Elastic",
     "Entry",
     "FedEve",
+    "Informative",
     "Krum",
     "MimeLite",
     "Nova",
@@ -71,9 +73,11 @@ __all__ = [
     "mimelite",
     "norm_bound",
     "privacy",
+    "refed",
     "register",
     "scaffold",
     "special",
     "special_c",
+    "sr_fdil",
     "trimmed_mean",
 ]  # fmt: skip
