@@ -63,6 +63,8 @@ ROWS = {
     "lwf": Row(methods.lwf, off={"lam": 0.0}),
     "flwf2t": Row(methods.flwf2t, off={"alpha": 1.0, "beta": 0.0}),
     "er": Row(methods.er, {"memory": 30}),
+    "agem": Row(methods.agem, {"memory": 30}),
+    "derpp": Row(methods.derpp, {"memory": 30}, off={"alpha": 0.0, "beta": 0.0}),
     "refed": Row(methods.refed, {"memory": 20, "steps": 3}),
     "sr_fdil": Row(methods.sr_fdil, {"memory": 20, "steps": 3}),
     "cfl_coreset": Row(methods.cfl_coreset, {"size": 5}),

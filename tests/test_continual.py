@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import everfed as ef
 from everfed import memory
 from everfed.local import Local
+from everfed.methods.agem import project
 from everfed.methods.refed import importance, pull_strength
 from quadratics import Q2, Game
 
@@ -158,7 +159,7 @@ def test_flwf2t_shares_must_leave_room():
 
 
 # memories -----------------------------------------------------------------------------------------
-REHEARSALS = [ef.methods.er(memory=9)]
+REHEARSALS = [ef.methods.er(memory=9), ef.methods.agem(memory=9), ef.methods.derpp(memory=9)]
 
 
 @pytest.mark.parametrize("method", REHEARSALS, ids=lambda m: m.name)
@@ -223,6 +224,54 @@ def test_er_counts_a_small_memory_as_half():
 def test_er_does_not_go_with_a_table_of_gradients():
     with pytest.raises(ef.EverfedError, match="iag = false"):
         ef.methods.er() + ef.methods.fedtrack()
+
+
+# A-GEM --------------------------------------------------------------------------------------------
+def test_agem_projection():
+    f = torch.tensor([2.0, 0.0])
+    # against f: <g, f> = -2, so g + 2/4 f loses just the first coordinate
+    assert project(torch.tensor([[-1.0, 3.0]]), f).tolist() == [[0.0, 3.0]]
+    assert project(torch.tensor([[1.0, 3.0]]), f).tolist() == [[1.0, 3.0]]
+    assert project(torch.tensor([[1.0, 3.0]]), 0 * f).tolist() == [[1.0, 3.0]]
+
+
+def test_agem_round():
+    """A is pulled to 1 and its memory to -1: it stays. B is pulled to 4 and its memory to 3 while
+    it is below: as in FedAvg, 0 -> .8 -> 1.44."""
+    got = after_memory(ef.methods.agem(average="uniform"), (-1, 3))
+    assert got == pytest.approx(1.44 / 2)
+
+
+# DER++ --------------------------------------------------------------------------------------------
+def test_derpp_round():
+    """Outputs of a sample are (a, w - c), so their mean squared distance is 1/2 (w - m)^2, m the
+    client's model when it stored them: A went 0 -> -.1 -> -.19, B 0 -> .3 -> .57. Then
+    A: w - 1 + .5 (w + .19) + .25 (w + 1) = 1.75 w - .655: .0655, .1195375
+    B: 2 (w - 4) + .5 (w - .57) + .25 (w - 3) = 2.75 w - 9.035: .9035, 1.5585375"""
+    got = after_memory(ef.methods.derpp(alpha=0.5, beta=0.25, average="uniform"), (-1, 3))
+    assert got == pytest.approx((0.1195375 + 1.5585375) / 2)
+
+
+def test_derpp_keeps_the_outputs_of_then():
+    """Rows belong to samples: of the current data set the newest local model's, of earlier ones
+    those of the last round in which they were current, through drops from the ring."""
+    tasks = [[(np.ones((6, 1)), np.full((6, 1), 1.0 + t))] * 2 for t in range(3)]
+    local = Local(lr=0.1, steps=2, batch=8)
+    game = Game(ef.methods.derpp(memory=7), tasks, rounds=2, local=local)
+    stored: dict[int, float] = {}  # of client 0: task -> its model after its last round
+    for t in range(6):
+        w = float(game.fed.w)
+        game.play()
+        state = game.fed.clients[0][0]
+        c = game.stream.data.x[state["ids"], 1, 0].double()
+        models = state["outputs"][:, 1, 0] + c
+        fresh = state["block"] == t // 2
+        (stored[t // 2],) = set(models[fresh].tolist())
+        assert stored[t // 2] != pytest.approx(w)
+        for k in range(t // 2 + 1):
+            own = models[state["block"] == k].tolist()
+            assert own == pytest.approx([stored[k]] * len(own))
+            assert len(own) >= 2
 
 
 # ReFed and SR-FDIL --------------------------------------------------------------------------------

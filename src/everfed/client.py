@@ -163,16 +163,31 @@ class Phase(Context):
         return self.jobs[0]
 
     # computing -------------------------------------------------------------------------------
-    def gradient(self, w: Tensor, ids: np.ndarray | None = None) -> Tensor:
-        return self._over(w, ids, lambda *a: self.program.compute.grad(*a)[0])
+    def gradient(
+        self,
+        w: Tensor,
+        ids: np.ndarray | None = None,
+        loss: LossFunction | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        other = Objective(loss) if loss else None
+        return self._over(w, ids, lambda *a: self.program.compute.grad(*a)[0], other, targets)
 
     def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
         squares, means = self._over(w, None, partial(self.program.compute.fisher, since=since))
         return squares, means
 
-    def _over(self, w: Tensor, ids: np.ndarray | None, what: Callable[..., Tensor]) -> Tensor:
+    def _over(
+        self,
+        w: Tensor,
+        ids: np.ndarray | None,
+        what: Callable[..., Tensor],
+        objective: Objective | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
         """The mean over each client's samples of what `compute` gives, (..., clients, d)."""
         p = self.program
+        objective = objective or p.objective(self.task)
         held = [job.trains_on for job in self.jobs] if ids is None else [ids]
         rows = w.reshape(-1, self.layout.d).expand(len(held), -1)
         sizes = [len(own) for own in held]  # the largest first, so that a slice takes a prefix
@@ -182,8 +197,9 @@ class Phase(Context):
                 active = sum(size > begin for size in sizes)
                 ids = np.stack([own[begin:end] for own in held[:active]])
                 x, y = p.data.take(torch.from_numpy(ids), w.dtype)
+                y = y if targets is None else targets[None, begin:end]
                 each = 1 / torch.tensor(sizes[:active]).to(w).unsqueeze(1).expand(ids.shape)
-                own_part = what(rows[:active], x, y, each, p.objective(self.task))
+                own_part = what(rows[:active], x, y, each, objective)
                 if total is None:
                     total = own_part.clone()  # what `compute` gives is lent
                 else:
@@ -214,6 +230,10 @@ class Phase(Context):
             )
         z = self.program.compute.logits(w, x.flatten(0, 1))
         return z.view(*x.shape[:2], *z.shape[1:])
+
+    def outputs(self, w: Tensor, ids: np.ndarray) -> Tensor:
+        x, _ = self.program.data.take(torch.from_numpy(ids), w.dtype)
+        return self.program.compute.logits(w, x)
 
     def features(self, w: Tensor, ids: np.ndarray) -> Tensor:
         x, _ = self.program.data.take(torch.from_numpy(ids), w.dtype)

@@ -35,8 +35,9 @@ def class_balanced(
     ids: np.ndarray, labels: np.ndarray, size: int, random: np.random.Generator
 ) -> np.ndarray:
     """At most `size` samples, as evenly over the classes as there are samples of each."""
-    arrival: np.ndarray = random.permutation(len(ids))[::-1]
-    return ids[np.sort(arrival[ring(labels[arrival], size)])]
+    arrival = random.permutation(len(ids))[::-1]
+    kept: np.ndarray = ids[np.sort(arrival[ring(labels[arrival], size)])]
+    return kept
 
 
 def quotas(labels: np.ndarray, size: int) -> dict[int, int]:

@@ -14,7 +14,7 @@ client by client (data, replay, probe, remember, close) see plain (d,) vectors a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
@@ -58,8 +58,15 @@ class Context(Protocol):
     layout: Layout  #: which slice of the vector each parameter is
     known: Tensor | None  #: classes of earlier tasks (bool, (classes,)); None: all of them
 
-    def gradient(self, w: Tensor, ids: np.ndarray | None = None) -> Tensor:
-        """The mean loss's gradient at w over all the client trains on (or over `ids`)."""
+    def gradient(
+        self,
+        w: Tensor,
+        ids: np.ndarray | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        """The mean loss's gradient at w over all the client trains on (or over `ids`); or that of
+        another loss, which takes outputs and these targets, one a sample of `ids`."""
         ...
 
     def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
@@ -78,6 +85,10 @@ class Context(Protocol):
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
         """Outputs of another model w, (d,), or of one for each client, (clients, d), on a batch;
         no gradient, evaluation mode."""
+        ...
+
+    def outputs(self, w: Tensor, ids: np.ndarray) -> Tensor:
+        """Outputs of model w on samples, (len(ids), ...); no gradient, evaluation mode."""
         ...
 
     def features(self, w: Tensor, ids: np.ndarray) -> Tensor:

@@ -4,9 +4,11 @@
 'special'
 """
 
+from everfed.methods.agem import Projection, agem
 from everfed.methods.cfl_coreset import CoreSet, cfl_coreset
 from everfed.methods.cfl_regularization import Taylor, cfl_regularization
 from everfed.methods.cflag import CFlag, Track, cflag, fedtrack
+from everfed.methods.derpp import DarkReplay, derpp
 from everfed.methods.er import Rehearsal, Replay, er
 from everfed.methods.ewc import Elastic, ewc
 from everfed.methods.fedavg import ServerRate, fedavg
@@ -32,6 +34,7 @@ __all__ = [
     "CFlag",
     "ClientAnchor",
     "CoreSet",
+    "DarkReplay",
     "Distil",
     "Elastic",
     "Entry",
@@ -41,6 +44,7 @@ __all__ = [
     "MimeLite",
     "Nova",
     "Privacy",
+    "Projection",
     "Prox",
     "Rehearsal",
     "Replay",
@@ -52,9 +56,11 @@ __all__ = [
     "Track",
     "Trimmed",
     "TwoTeachers",
+    "agem",
     "cfl_coreset",
     "cfl_regularization",
     "cflag",
+    "derpp",
     "er",
     "ewc",
     "fedadagrad",

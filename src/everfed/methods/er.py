@@ -45,14 +45,24 @@ class Rehearsal(Part):
         random = rng(c.seed, "memory batch", c.round, c.client, c.step, *purpose)
         return memory.uniform(self.past(c), size, random)
 
+    def batch(self, c: Context, *purpose: int) -> np.ndarray:
+        """A memory batch of one client: at most as many samples as a batch has."""
+        at = self.draw(c, c.local.batch, *purpose)
+        return c.mine["ids"].reshape(-1)[at].numpy()
+
+    def about(self, w: Tensor, ids: np.ndarray, c: Context) -> State:
+        """What else is kept of samples, one row each, when they enter the memory."""
+        return {}
+
     def remember(self, w: Tensor, c: Context) -> State:
-        old = self.past(c)
-        fresh = rng(c.seed, "ring", c.round, c.client).permutation(c.ids)
-        ids = np.concatenate([c.mine["ids"].numpy()[old], fresh])
-        block = np.concatenate([c.mine["block"].numpy()[old], np.full(len(fresh), c.block)])
-        labels = c.labels(ids)
+        old, fresh = self.past(c), rng(c.seed, "ring", c.round, c.client).permutation(c.ids)
+        block = np.concatenate([c.mine["block"][old].numpy(), np.full(len(fresh), c.block)])
+        labels = c.labels(np.concatenate([c.mine["ids"][old].numpy(), fresh]))
         kept = memory.ring(block * (labels.max() + 1) + labels, self.memory)
-        return {"ids": torch.from_numpy(ids[kept]), "block": torch.from_numpy(block[kept])}
+        old, fresh = old[kept[kept < len(old)]], fresh[kept[kept >= len(old)] - len(old)]
+        new = {"ids": torch.from_numpy(fresh), "block": torch.full((len(fresh),), c.block)}
+        new |= self.about(w, fresh, c)
+        return {key: torch.cat([c.mine[key][old], value]) for key, value in new.items()}
 
 
 @dataclass(frozen=True)
