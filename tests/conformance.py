@@ -65,6 +65,8 @@ ROWS = {
     "er": Row(methods.er, {"memory": 30}),
     "agem": Row(methods.agem, {"memory": 30}),
     "derpp": Row(methods.derpp, {"memory": 30}, off={"alpha": 0.0, "beta": 0.0}),
+    "icarl": Row(methods.icarl, {"memory": 30}),
+    "icarl means": Row(methods.icarl, {"memory": 30, "predict": "means"}),
     "refed": Row(methods.refed, {"memory": 20, "steps": 3}),
     "sr_fdil": Row(methods.sr_fdil, {"memory": 20, "steps": 3}),
     "cfl_coreset": Row(methods.cfl_coreset, {"size": 5}),

@@ -15,9 +15,15 @@ from torch.nn import functional as F
 
 import everfed as ef
 from everfed import memory
+from everfed.client import ClientProgram
+from everfed.compute import choose
+from everfed.engines.local import LocalEngine
 from everfed.local import Local
+from everfed.method import Method
 from everfed.methods.agem import project
 from everfed.methods.refed import importance, pull_strength
+from everfed.prototypes import class_sums, nearest, renewed
+from everfed.round import Federation, Rounds
 from quadratics import Q2, Game
 
 LR = 0.3
@@ -87,6 +93,17 @@ class Cut(ef.streams.Stream):
 
     def samples(self, client, round_):
         return self.whole.samples(client, round_)
+
+
+def federation(method, stream) -> tuple[Federation, Rounds]:
+    """A federation of digits to play round by round."""
+    data, local = stream.data, Local()
+    module = ef.models.mlp(64, 8, 10)()
+    compute = choose(module, data.x[0], torch.device("cpu"), "float32", "auto")
+    program = ClientProgram(method, compute, stream, data, local, 0)
+    states = [part.init(compute.weights(), compute.layout) for part in method.parts]
+    fed = Federation(compute.weights(), compute.read_buffers(), states)
+    return fed, Rounds(method, stream, local, LocalEngine(program, 1), None, 0)
 
 
 def first() -> torch.Tensor:
@@ -184,6 +201,24 @@ def test_memories_are_bounded_and_belong_to_clients(method):
     assert set(game.fed.clients) == set(met)
 
 
+CLOSING = [ef.methods.refed(memory=12, steps=1), Method(ef.methods.Exemplars(12))]
+
+
+@pytest.mark.parametrize("method", CLOSING, ids=lambda m: m.name)
+def test_memories_made_at_a_tasks_end_belong_to_clients(method):
+    """The same where memories are made at the end of a task, by everyone."""
+    tasks = [[(np.ones((6, 1)), np.arange(6.0)[:, None] + i) for i in range(5)]] * 3
+    game = Game(method, tasks, rounds=2, local=Local(lr=0.1, batch=4), sample=2)
+    for t in range(6):
+        game.play()
+        for i, state in game.fed.clients.items():
+            kept = state[0]["ids"].tolist()
+            assert len(set(kept)) == len(kept) <= 12
+            assert set(game.stream.data.client[kept]) <= {i}
+            assert set(game.stream.data.task[kept]) <= set(range((t + 1) // 2))
+            assert len(kept) == min(12, 6 * ((t + 1) // 2)) or not t % 2
+
+
 def test_a_ring_holds_the_newest_of_every_class():
     # a, b, c of one class in two slots: c has taken a's
     assert memory.ring(np.array([0, 0, 0]), 2).tolist() == [1, 2]
@@ -272,6 +307,61 @@ def test_derpp_keeps_the_outputs_of_then():
             own = models[state["block"] == k].tolist()
             assert own == pytest.approx([stored[k]] * len(own))
             assert len(own) >= 2
+
+
+# iCaRL --------------------------------------------------------------------------------------------
+def test_icarl_keeps_the_first_of_each_herding_order(digits):
+    """20 exemplars: 10 of each of 2 classes, then 5 of 4, 3 of 6, and 2 of 8 and of 10."""
+    method = ef.methods.icarl(memory=20)
+    stream = ef.streams.classes(digits, tasks=5, clients=1, rounds=1, seed=0)
+    fed, rounds = federation(method, stream)
+    before: dict[int, list[int]] = {}
+    for k, each in enumerate((10, 5, 3, 2, 2)):
+        rounds.play(fed)
+        rounds.end_task(fed)
+        ids = fed.clients[0][0]["ids"].numpy()
+        kept = {c: ids[digits.y[ids].numpy() == c].tolist() for c in range(10)}
+        kept = {c: own for c, own in kept.items() if own}
+        assert set(kept) == {c for own in stream.task_classes[: k + 1] for c in own}
+        assert {len(own) for own in kept.values()} == {each}
+        assert all(own[:each] == kept[c] for c, own in before.items())
+        before = kept
+
+
+def test_icarl_share_of_a_class():
+    """2000 exemplars of 40 classes are 50 of each; with 60 classes the first 33 of each stay."""
+    order = np.repeat(np.arange(40), 50)
+    kept = memory.first(order, 2000 // 60)
+    assert np.bincount(order[kept]).tolist() == [33] * 40
+    assert kept[33:36].tolist() == [50, 51, 52]
+
+
+def test_nearest_mean_needs_no_head():
+    """A model that has hardly learnt tells digits apart by the means of its features only."""
+    stream = ef.streams.classes(ef.data.digits(["plain"]), tasks=5, clients=3, rounds=2, seed=0)
+    crawl = Local(lr=1e-6, batch=64)
+    acc = {}
+    for predict in ("head", "means"):
+        method = ef.methods.icarl(predict=predict)
+        acc[predict] = ef.run(method, stream, ef.models.mlp(64, 64, 10), local=crawl).acc
+    assert acc["head"] < 0.3
+    assert acc["means"] > 0.7
+
+
+def test_nearest_mean_by_hand():
+    """Sums of two clients; directions count, lengths do not; a class nobody has seen is not chosen,
+    and one that is not seen again keeps its mean."""
+    one = class_sums(torch.tensor([[2.0, 0.0], [4.0, 0.0]]), torch.tensor([0, 0]), 3)
+    two = class_sums(torch.tensor([[0.0, 1.0]]), torch.tensor([1]), 3)
+    both = {key: one[key] + two[key] for key in one}
+    s = renewed({}, **both)
+    assert s["means"].tolist() == [[3, 0], [0, 1], [0, 0]]
+    scores = nearest(torch.tensor([[9.0, 8.0], [0.1, 0.2], [-1.0, -1.0]]), **s)
+    assert scores.argmax(1).tolist() == [0, 1, 0]
+    assert scores[:, 2].isneginf().all()
+    again = renewed(s, **two)
+    assert again["means"].tolist() == [[3, 0], [0, 1], [0, 0]]
+    assert again["seen"].tolist() == [1, 1, 0]
 
 
 # ReFed and SR-FDIL --------------------------------------------------------------------------------

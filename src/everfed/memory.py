@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from everfed.vector import unit
 
 
 def uniform(ids: np.ndarray, size: int, random: np.random.Generator) -> np.ndarray:
@@ -56,23 +60,34 @@ def herding_order(features: Tensor, count: int) -> list[int]:
     >>> herding_order(torch.tensor([[0.0], [1.0], [2.0], [3.0], [10.0]]), 3)
     [3, 2, 1]
     """
+    features = features.double().cpu()
     mean, total = features.mean(0), torch.zeros_like(features[0])
+    # two samples are equally far from their mean: ties go to the first, whatever rounding says
+    tie = 1e-6 * features.square().sum(1).mean()
     free = torch.ones(len(features), dtype=torch.bool)
     chosen: list[int] = []
     for k in range(1, min(count, len(features)) + 1):
-        distance = (mean - (features + total) / k).square().sum(1).cpu()
-        best = int(distance.masked_fill(~free, torch.inf).argmin())
+        distance = (mean - (features + total) / k).square().sum(1).masked_fill(~free, torch.inf)
+        best = int((distance <= distance.min() + tie).nonzero()[0])
         chosen.append(best)
         free[best] = False
         total = total + features[best]
     return chosen
 
 
-def herding(ids: np.ndarray, labels: np.ndarray, features: Tensor, size: int) -> np.ndarray:
-    """Herding class by class on features of unit length, quotas by class share."""
-    unit = features / features.norm(dim=1, keepdim=True).clamp(min=1e-12)
+def herding(
+    ids: np.ndarray, labels: np.ndarray, features: Tensor, quotas: Mapping[int, int]
+) -> np.ndarray:
+    """Herding on features of unit length, so many samples of each class."""
+    directions = unit(features)
     picks: list[np.ndarray] = []
-    for c, quota in quotas(labels, size).items():
+    for c, quota in quotas.items():
         own = np.flatnonzero(labels == c)
-        picks.append(ids[own[herding_order(unit[torch.from_numpy(own)], quota)]])
+        picks.append(ids[own[herding_order(directions[torch.from_numpy(own)], quota)]])
     return np.concatenate(picks) if picks else ids[:0]
+
+
+def first(groups: np.ndarray, quota: int) -> np.ndarray:
+    """Positions of the first `quota` members of each group, in order."""
+    kept = [np.flatnonzero(groups == g)[:quota] for g in np.unique(groups)]
+    return np.sort(np.concatenate([*kept, np.zeros(0, dtype=np.int64)]))

@@ -188,6 +188,11 @@ class Part:
         """The mean update becomes the server's step (w <- w + step) and the next state."""
         return update, s
 
+    def predict(self, s: State, z: Tensor, features: Tensor) -> Tensor:
+        """Scores of classes in tests, where not the outputs: (samples, classes) of both, and the
+        features (samples, width) that the last layer was fed with."""
+        return z
+
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         """The server's side of a task boundary; `r` holds what `close` uploaded."""
         return s

@@ -18,6 +18,7 @@ from everfed.methods.fednova import Nova, fednova
 from everfed.methods.fedopt import ServerAdaptive, fedadagrad, fedadam, fedyogi
 from everfed.methods.fedprox import Prox, fedprox
 from everfed.methods.flwf2t import TwoTeachers, flwf2t
+from everfed.methods.icarl import Exemplars, NearestMean, Teacher, icarl
 from everfed.methods.lwf import Distil, lwf
 from everfed.methods.mimelite import MimeLite, mimelite
 from everfed.methods.privacy import Privacy, privacy
@@ -38,10 +39,12 @@ __all__ = [
     "Distil",
     "Elastic",
     "Entry",
+    "Exemplars",
     "FedEve",
     "Informative",
     "Krum",
     "MimeLite",
+    "NearestMean",
     "Nova",
     "Privacy",
     "Projection",
@@ -53,6 +56,7 @@ __all__ = [
     "ServerMomentum",
     "ServerRate",
     "Taylor",
+    "Teacher",
     "Track",
     "Trimmed",
     "TwoTeachers",
@@ -73,6 +77,7 @@ __all__ = [
     "fedtrack",
     "fedyogi",
     "flwf2t",
+    "icarl",
     "krum",
     "lwf",
     "median",

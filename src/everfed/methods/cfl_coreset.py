@@ -46,7 +46,9 @@ class CoreSet(Part):
             random = rng(c.seed, "core set", c.client, c.block)
             kept = memory.uniform(c.ids, self.size, random)
         else:
-            kept = memory.herding(c.ids, c.labels(c.ids), c.features(w, c.ids), self.size)
+            labels = c.labels(c.ids)
+            quotas = memory.quotas(labels, self.size)
+            kept = memory.herding(c.ids, labels, c.features(w, c.ids), quotas)
         others = c.mine["block"] != c.block
         block = torch.full((len(kept),), c.block)
         return {
