@@ -21,6 +21,7 @@ from everfed.engines.local import LocalEngine
 from everfed.local import Local
 from everfed.method import Method
 from everfed.methods.agem import project
+from everfed.methods.cflag import Rates
 from everfed.methods.refed import importance, pull_strength
 from everfed.prototypes import class_sums, nearest, renewed
 from everfed.round import Federation, Rounds
@@ -176,7 +177,9 @@ def test_flwf2t_shares_must_leave_room():
 
 
 # memories -----------------------------------------------------------------------------------------
-REHEARSALS = [ef.methods.er(memory=9), ef.methods.agem(memory=9), ef.methods.derpp(memory=9)]
+REHEARSALS = [
+    build(memory=9) for build in (ef.methods.er, ef.methods.agem, ef.methods.derpp, ef.methods.nccl)
+]
 
 
 @pytest.mark.parametrize("method", REHEARSALS, ids=lambda m: m.name)
@@ -309,6 +312,30 @@ def test_derpp_keeps_the_outputs_of_then():
             assert len(own) >= 2
 
 
+# NCCL ---------------------------------------------------------------------------------------------
+def test_nccl_rates():
+    """f = (1, 0), L = 5, alpha = .1: g = (2, 1) agrees, beta = .5 * 2 / (5 * 5) = .04; g = (-1, 2)
+    does not, alpha = .1 (1 + 1)."""
+    f, one = torch.tensor([[1.0, 0.0]]), torch.ones(1, 1)
+    for g, expected in (((2.0, 1.0), (0.1, 0.04)), ((-1.0, 2.0), (0.2, 0.1))):
+        a, b = Rates(5.0, "average", 1.0)(f, torch.tensor([g]), 0.1, 0.1, one, one)
+        assert (a.item(), b.item()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("clip", "b"), [(1.0, 1.1), (float("inf"), 1.5)])
+def test_nccl_round(clip, b):
+    """One step from 0 with L = 2. A: f = 1, g = -1, so alpha = .2 and it goes to -.2 + .1 = -.1.
+    B: f = -3, g = -8, beta = .8 * 24 / (2 * 64) = .15, at most clip * .1: .3 + 8 beta."""
+    method = ef.methods.nccl(lipschitz=2.0, clip=clip, average="uniform")
+    assert after_memory(method, (-1, 3), steps=1) == pytest.approx((b - 0.1) / 2)
+
+
+def test_nccl_needs_room_for_its_rates(digits):
+    stream = ef.streams.static(digits, clients=2, rounds=1)
+    with pytest.raises(ef.EverfedError, match="NCCL's adaptive rates need alpha < 1/lipschitz"):
+        ef.run(ef.methods.nccl(), stream, ef.models.mlp(64, 10), local=Local(lr=0.5))
+
+
 # iCaRL --------------------------------------------------------------------------------------------
 def test_icarl_keeps_the_first_of_each_herding_order(digits):
     """20 exemplars: 10 of each of 2 classes, then 5 of 4, 3 of 6, and 2 of 8 and of 10."""
@@ -326,6 +353,32 @@ def test_icarl_keeps_the_first_of_each_herding_order(digits):
         assert {len(own) for own in kept.values()} == {each}
         assert all(own[:each] == kept[c] for c, own in before.items())
         before = kept
+
+
+def test_icarl_follows_its_formula():
+    """One client that keeps all: new samples and exemplars in one set, all seen classes compete,
+    and the model of the first task's end teaches the old ones (from the second step on: at first
+    the model is its own teacher)."""
+    data = table([range(4)], clients=1, each=20)
+    stream = ef.streams.classes(data, tasks=2, clients=1, rounds=2, seed=0)
+    old, new = (list(own) for own in stream.task_classes)
+    w, teacher = first(), None
+    for t in range(4):
+        ids = np.concatenate([stream.samples(0, k) for k in ((0, 2) if t > 1 else (0,))])
+        x, y = data.x[ids].double(), data.y[ids]
+        seen = torch.tensor(old + new if t > 1 else old)
+        teacher = w if t == 2 else teacher
+
+        def loss(v, x=x, y=y, seen=seen, teacher=teacher):
+            z = logits(v, x)
+            ce = (torch.logsumexp(z[:, seen], 1) - z[torch.arange(len(y)), y]).mean()
+            kd = 0 if teacher is None else soft(z[:, old], logits(teacher, x)[:, old])
+            return ce + 0.7 * kd
+
+        w = w - LR * slope(loss, w)
+    options = {"local": FULL, "workers": 1}
+    got = ef.run(ef.methods.icarl(lam=0.7), stream, linear(), **options).vector
+    torch.testing.assert_close(got, w, rtol=1e-6, atol=1e-7)
 
 
 def test_icarl_share_of_a_class():

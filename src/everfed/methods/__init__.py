@@ -21,6 +21,7 @@ from everfed.methods.flwf2t import TwoTeachers, flwf2t
 from everfed.methods.icarl import Exemplars, NearestMean, Teacher, icarl
 from everfed.methods.lwf import Distil, lwf
 from everfed.methods.mimelite import MimeLite, mimelite
+from everfed.methods.nccl import AdaptiveSteps, nccl
 from everfed.methods.privacy import Privacy, privacy
 from everfed.methods.refed import Informative, refed, sr_fdil
 from everfed.methods.registry import METHODS, Entry, register
@@ -30,6 +31,7 @@ from everfed.methods.special import Anchor, ClientAnchor, special, special_c
 
 __all__ = [
     "METHODS",
+    "AdaptiveSteps",
     "Anchor",
     "Bound",
     "CFlag",
@@ -82,6 +84,7 @@ __all__ = [
     "lwf",
     "median",
     "mimelite",
+    "nccl",
     "norm_bound",
     "privacy",
     "refed",
