@@ -68,6 +68,7 @@ ROWS = {
     "icarl": Row(methods.icarl, {"memory": 30}),
     "icarl means": Row(methods.icarl, {"memory": 30, "predict": "means"}),
     "nccl": Row(methods.nccl, {"memory": 30, "lipschitz": 2.0}),
+    "fedproto": Row(methods.fedproto, off={"lam": 0.0}),
     "refed": Row(methods.refed, {"memory": 20, "steps": 3}),
     "sr_fdil": Row(methods.sr_fdil, {"memory": 20, "steps": 3}),
     "cfl_coreset": Row(methods.cfl_coreset, {"size": 5}),

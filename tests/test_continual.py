@@ -7,6 +7,8 @@ central differences, so a term without a gradient, of a wrong slice or of a wron
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 import everfed as ef
 from everfed import memory
 from everfed.client import ClientProgram
-from everfed.compute import choose
+from everfed.compute import Objective, choose
 from everfed.engines.local import LocalEngine
 from everfed.local import Local
 from everfed.method import Method
@@ -72,13 +74,13 @@ def held(data, t: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
     return data.x[ids].double(), data.y[ids]
 
 
-def vectors(method, data, rounds: int, **options) -> list[torch.Tensor]:
+def vectors(method, data, rounds: int, model=linear, **options) -> list[torch.Tensor]:
     """The server's model after each round, two tasks of `rounds` rounds."""
     out = []
     for k in range(1, 2 * rounds + 1):
         stream = Cut(ef.streams.given(data, rounds=rounds), k)
         options = {"local": FULL, "workers": 1} | options
-        out.append(ef.run(method, stream, linear(), **options).vector)
+        out.append(ef.run(method, stream, model(), **options).vector)
     return out
 
 
@@ -160,8 +162,6 @@ def test_flwf2t_follows_its_formula():
 
 def test_flwf2t_loss_adds_up():
     """CE 1.2, teachers .8 and .6 with alpha = .5, beta = .25: .6 + .2 + .15."""
-    from everfed.compute import Objective
-
     y = torch.zeros(1, 1)
     fixed = Objective(
         lambda z, y: torch.tensor([1.2]),
@@ -415,6 +415,77 @@ def test_nearest_mean_by_hand():
     again = renewed(s, **two)
     assert again["means"].tolist() == [[3, 0], [0, 1], [0, 0]]
     assert again["seen"].tolist() == [1, 1, 0]
+
+
+# FedProto -----------------------------------------------------------------------------------------
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+
+
+@pytest.mark.parametrize("grouping", ["single", "auto"])
+def test_fedproto_follows_its_formula(grouping):
+    """Means of the clients' own features, weighted by samples, pull from the second round on; class
+    0, which nobody holds in the second task, and class 3, which is new there, as they should."""
+    data, lam = table(((0, 1, 2), (1, 2, 3))), 0.8
+    w = torch.cat([p.detach().reshape(-1) for p in deep().parameters()])
+    means, expected = torch.full((4, 5), torch.nan, dtype=w.dtype), []
+
+    def features(v, x):
+        return torch.tanh(x @ v[:15].view(5, 3).T + v[15:20])
+
+    for t in range(4):
+        locals_, sums = [], {}
+        for i in range(2):
+            x, y = held(data, t // 2, i)
+
+            def loss(v, x=x, y=y, means=means):
+                f = features(v, x)
+                pull = (f - means[y]).square().mean(1).nan_to_num(0).mean()
+                return F.cross_entropy(f @ v[20:40].view(4, 5).T + v[40:], y) + lam * pull
+
+            locals_.append(w - LR * slope(loss, w))
+            for f, label in zip(features(locals_[-1], x), y.tolist(), strict=True):
+                sums.setdefault(label, []).append(f)
+        means = means.clone()
+        for label, own in sums.items():
+            means[label] = torch.stack(own).mean(0)
+        w = sum(locals_) / 2
+        expected.append(w)
+    method = ef.methods.fedproto(lam, average="uniform")
+    got = vectors(method, data, 2, model=deep, grouping=grouping)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_fedproto_by_hand():
+    """Features (3, 4), the class's mean at 0: lam (9 + 16) / 2, with the slope lam (3, 4)."""
+    part = ef.methods.Prototypes(lam=2.0)
+    context = SimpleNamespace(down={"means": torch.zeros(2, 2), "seen": torch.tensor([1.0, 0.0])})
+    f = torch.tensor([[[3.0, 4.0], [3.0, 4.0]]], requires_grad=True)
+    loss = part.feature_loss(f, torch.tensor([[0, 1]]), context)
+    assert loss.tolist() == [[25.0, 0.0]]
+    loss.sum().backward()
+    assert f.grad.tolist() == [[[6.0, 8.0], [0.0, 0.0]]]
+
+
+def test_features_of_convolutions_get_their_slope():
+    """A convolution as the last layer, groups of clients: the same as by autograd."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 3, 4), nn.Flatten())
+    x, y = torch.rand(2, 5, 1, 6, 6), torch.randint(0, 3, (2, 5))
+    objective = Objective(features=lambda f, y: (f - 0.1).square().sum(-1) * (y + 1))
+    scale = torch.full((2, 5), 0.2)
+    device = torch.device("cpu")
+    written = choose(module, x[0, 0], device, "float32", "batched")
+    w = torch.stack([written.weights(), written.weights() * 1.1])
+    g, loss = written.grad(w, x, y, scale, objective)
+    g, loss = g.clone(), loss.clone()
+    single = choose(module, x[0, 0], device, "float32", "single")
+    for i in range(2):
+        own = single.grad(w[i], x[i : i + 1], y[i : i + 1], scale[i : i + 1], objective)
+        torch.testing.assert_close(g[i], own[0][0], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(loss[i], own[1][0])
 
 
 # ReFed and SR-FDIL --------------------------------------------------------------------------------

@@ -270,6 +270,7 @@ class ClientProgram:
                 "probe",
                 "weigh",
                 "loss",
+                "feature_loss",
                 "affine",
                 "grad",
                 "after",
@@ -400,10 +401,13 @@ class ClientProgram:
     def _descend(self, ask: Ask, phase: Phase, w: Tensor, plans: list[Plan]) -> Tensor:
         """All local steps; the mean loss of each client."""
         objective = self.objective(ask.task)
-        if self.hooks["loss"] or self.hooks["weigh"]:
-            extra = self._extra_loss(phase) if self.hooks["loss"] else None
-            weight = math.prod(self._hook("weigh", i, phase)() for i in self.hooks["weigh"])
-            objective = replace(objective, extra=extra, weight=weight)
+        if any(self.hooks[hook] for hook in ("loss", "feature_loss", "weigh")):
+            objective = replace(
+                objective,
+                extra=self._sum_of("loss", phase),
+                features=self._sum_of("feature_loss", phase),
+                weight=math.prod(self._hook("weigh", i, phase)() for i in self.hooks["weigh"]),
+            )
         optimiser = Optimiser(self.local)
         changes = self._changes(phase)
         rate, bend = self._fused(changes, ask.lr)
@@ -452,12 +456,13 @@ class ClientProgram:
             whole = change if whole is None else change.after(whole)
         return (lr, None) if whole is None else whole.fuse(lr) or (None, None)
 
-    def _extra_loss(self, phase: Phase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        def extra(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
-            terms = [self._hook("loss", i, phase)(z, x, y) for i in self.hooks["loss"]]
-            return torch.stack(terms).sum(0)
-
-        return extra
+    def _sum_of(self, hook: str, phase: Phase) -> Callable[..., Tensor] | None:
+        """What the parts add to the loss by a hook; None: nothing."""
+        if not self.hooks[hook]:
+            return None
+        return lambda *a: torch.stack(
+            [self._hook(hook, i, phase)(*a) for i in self.hooks[hook]]
+        ).sum(0)
 
     def _batches(
         self, plans: list[list[np.ndarray]], dtype: torch.dtype

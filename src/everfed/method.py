@@ -232,6 +232,10 @@ class Part:
         """A term for each sample's loss: outputs (clients, batch, classes) -> (clients, batch)."""
         raise NotImplementedError
 
+    def feature_loss(self, features: Tensor, y: Tensor, c: Context) -> Tensor:
+        """A term of the same kind from what the last layer is fed with, (clients, batch, width)."""
+        raise NotImplementedError
+
     def affine(self, c: Context) -> Affine | None:
         """A change of the gradient that stays the same for a local phase: the cheapest kind."""
         return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.method import State
+from everfed.method import Context, State
 from everfed.vector import unit
 
 
@@ -15,6 +16,15 @@ def class_sums(features: Tensor, labels: Tensor, classes: int) -> State:
     sums = features.new_zeros(classes, features.shape[1]).index_add_(0, labels, features)
     counts = torch.bincount(labels, minlength=classes).to(features)
     return {"sums": sums, "counts": counts}
+
+
+def uploads(w: Tensor, ids: np.ndarray, c: Context, *, directions: bool = False) -> State:
+    """One client's class sums under its model w, (1, ...) each; of features, or of features of
+    length 1."""
+    features, classes = c.features(w, ids), c.outputs(w, ids[:1]).shape[-1]
+    labels = torch.from_numpy(c.labels(ids)).to(features.device)
+    own = class_sums(unit(features) if directions else features, labels, classes)
+    return {key: value.unsqueeze(0) for key, value in own.items()}
 
 
 def renewed(old: State, sums: Tensor, counts: Tensor) -> State:

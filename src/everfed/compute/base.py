@@ -33,6 +33,9 @@ class Objective:
     mask: Callable[[Tensor], Tensor | None] | None = None
     #: what the parts add
     extra: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    #: what they add from features and targets: what the last layer is fed with, (clients, batch,
+    #: width), and (clients, batch, ...) -> (clients, batch)
+    features: Callable[[Tensor, Tensor], Tensor] | None = None
     #: how much the loss counts beside that
     weight: float = 1.0
 

@@ -16,6 +16,7 @@ from everfed.methods.fedavgm import ServerMomentum, fedavgm
 from everfed.methods.fedeve import FedEve, fedeve
 from everfed.methods.fednova import Nova, fednova
 from everfed.methods.fedopt import ServerAdaptive, fedadagrad, fedadam, fedyogi
+from everfed.methods.fedproto import Prototypes, fedproto
 from everfed.methods.fedprox import Prox, fedprox
 from everfed.methods.flwf2t import TwoTeachers, flwf2t
 from everfed.methods.icarl import Exemplars, NearestMean, Teacher, icarl
@@ -50,6 +51,7 @@ __all__ = [
     "Nova",
     "Privacy",
     "Projection",
+    "Prototypes",
     "Prox",
     "Rehearsal",
     "Replay",
@@ -75,6 +77,7 @@ __all__ = [
     "fedavgm",
     "fedeve",
     "fednova",
+    "fedproto",
     "fedprox",
     "fedtrack",
     "fedyogi",

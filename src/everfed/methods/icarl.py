@@ -27,8 +27,7 @@ from everfed import memory
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.lwf import Distil
 from everfed.methods.registry import register
-from everfed.prototypes import class_sums, nearest, renewed
-from everfed.vector import unit
+from everfed.prototypes import nearest, renewed, uploads
 
 
 class Teacher(Distil):
@@ -79,10 +78,7 @@ class NearestMean(Exemplars):
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
         ids = np.concatenate([c.ids, c.mine["ids"][0].numpy()])
-        features, labels = unit(c.features(w[0], ids)), torch.from_numpy(c.labels(ids)).to(w.device)
-        classes = c.outputs(w[0], ids[:1]).shape[-1]
-        own = class_sums(features, labels, classes)
-        return update, {key: value.unsqueeze(0) for key, value in own.items()}, {}
+        return update, uploads(w[0], ids, c, directions=True), {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         return update, renewed(s, r["sums"], r["counts"])
