@@ -132,6 +132,45 @@ def test_distillation_acts_on_old_classes_alone(build):
     assert moved[2].max() == 0
 
 
+def second_task(loss, data) -> torch.Tensor:
+    """One client, two tasks of two full-batch steps; the second descends `loss(v, x, y, w, xs, ys)`,
+    w the model at the first task's end and xs, ys that task's samples."""
+    (xs, ys), (x, y) = held(data, 0, 0), held(data, 1, 0)
+    v = first()
+    for _ in range(2):
+        v = v - LR * slope(lambda u: F.cross_entropy(logits(u, xs), ys), v)
+    w = v
+    for _ in range(2):
+        v = v - LR * slope(lambda u: loss(u, x, y, w, xs, ys), v)
+    return v
+
+
+def test_lwf_follows_its_formula():
+    def loss(v, x, y, w, xs, ys):
+        return F.cross_entropy(logits(v, x), y) + 0.6 * soft(logits(v, x), logits(w, x))
+
+    data = table(clients=1)
+    got = vectors(ef.methods.lwf(lam=0.6), data, 2)[-1]
+    torch.testing.assert_close(got, second_task(loss, data), rtol=1e-6, atol=1e-7)
+
+
+def test_ewc_penalises_the_trained_model():
+    """The penalty has a gradient, that of the model in training (a penalty on the global copy has
+    none), with the Fisher information of the first task's single samples."""
+
+    def loss(v, x, y, w, xs, ys):
+        each = [
+            slope(lambda u, k=k: F.cross_entropy(logits(u, xs[k : k + 1]), ys[k : k + 1]), w)
+            for k in range(len(ys))
+        ]
+        fisher = torch.stack(each).square().mean(0)
+        return F.cross_entropy(logits(v, x), y) + 5.0 / 2 * (fisher * (v - w).square()).sum()
+
+    data = table(clients=1)
+    got = vectors(ef.methods.ewc(lam=5.0), data, 2)[-1]
+    torch.testing.assert_close(got, second_task(loss, data), rtol=1e-5, atol=1e-6)
+
+
 # FLwF-2T ------------------------------------------------------------------------------------------
 def test_flwf2t_follows_its_formula():
     """Two clients, two tasks of two rounds: the own teacher is the local model of the last round
