@@ -578,3 +578,71 @@ def test_refed_trains_on_the_cache_and_its_data():
     game.play()
     game.fed.w = torch.zeros(1, dtype=torch.float64)
     assert game.play()[0] == pytest.approx(0.2)
+
+
+# odd clients --------------------------------------------------------------------------------------
+class Odd(ef.Stream):
+    """Two tasks. Client 0 has nothing at first, 1 a single sample, 2 a single class, 3 plenty and
+    then nothing."""
+
+    task_rounds = (2, 2)
+
+    def __init__(self, data):
+        self.data, self.clients, self.rounds = data, 4, 4
+
+    def samples(self, client, round_):
+        own = self.data.train[self.data.task[self.data.train] == self.task(round_)]
+        one_class = own[self.data.y[own].numpy() == 3]
+        first, then = own[:0], own[50:150]
+        if self.task(round_):
+            first, then = then, first
+        return [first, own[:1], one_class[:40], then][client]
+
+
+class Normed(nn.Module):
+    """BatchNorm and dropout: measurements of other models must leave the trained one alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Linear(64, 12), nn.BatchNorm1d(12)
+        self.drop, self.b = nn.Dropout(0.3), nn.Linear(12, 10)
+
+    def forward(self, x):
+        return self.b(self.drop(torch.relu(self.norm(self.a(x.flatten(1))))))
+
+
+TAUGHT = ["lwf", "flwf2t", "icarl", "fedproto"]
+NEW = ["flwf2t", "er", "agem", "derpp", "nccl", "icarl", "fedproto", "refed", "sr_fdil"]
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_odd_clients_and_normed_models(digits, name):
+    method = ef.methods.METHODS[name].build()
+    result = ef.run(method, Odd(digits), Normed, local=Local(lr=0.02), workers=1)
+    assert result.summary.lost_rounds == 0
+    assert torch.isfinite(result.vector).all()
+    assert all(torch.isfinite(buffer).all() for buffer in result.model.buffers())
+    assert not [text for text in result.warnings if "dropped" in text]
+
+
+@pytest.mark.parametrize("name", ["lwf", *NEW])
+def test_targets_that_are_not_classes(name):
+    """Regression: what has a meaning works; distillation and prototypes say what they need."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(120, 4)).astype(np.float32)
+    task = np.repeat([0, 1], 60)
+    data = ef.data.arrays(x, x[:, 0] * (1.0 - 2 * task), task=task)
+    stream = ef.streams.domains(data, clients=3, alpha=None, rounds=2)
+    local = Local(lr=0.01)
+
+    def go():
+        return ef.run(
+            ef.methods.METHODS[name].build(), stream, ef.models.mlp(4, 8, 1), local=local,
+            loss=lambda z, y: (z[:, 0] - y).square(), workers=1,
+        )  # fmt: skip
+
+    if name in TAUGHT:
+        with pytest.raises(ef.EverfedError, match="needs one class a sample"):
+            go()
+    else:
+        assert np.isfinite(go().records[-2]["value"])

@@ -19,8 +19,8 @@ from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from everfed.errors import EverfedError
 from everfed.method import Average, Context, Method, Part, Reduced, State
+from everfed.methods.lwf import need_classes
 from everfed.methods.registry import register
 from everfed.prototypes import renewed, uploads
 
@@ -40,13 +40,11 @@ class Prototypes(Part):
         return w, s
 
     def feature_loss(self, features: Tensor, y: Tensor, c: Context) -> Tensor:
-        if y.dim() != 2:
-            raise EverfedError("fedproto needs one class a sample")
         if not c.down:
-            return features.new_zeros(y.shape)
-        labels = y.long()
-        distance = (features - c.down["means"][labels]).square().mean(-1)
-        return self.lam * distance * c.down["seen"][labels]
+            return features.new_zeros(y.shape[:2])
+        need_classes(y, "fedproto")
+        distance = (features - c.down["means"][y]).square().mean(-1)
+        return self.lam * distance * c.down["seen"][y]
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
         return update, uploads(w[0], c.ids, c), {}

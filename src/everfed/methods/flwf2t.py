@@ -22,7 +22,7 @@ from torch import Tensor, where
 
 from everfed.errors import EverfedError
 from everfed.method import Average, Context, Method, Part, State
-from everfed.methods.lwf import distillation
+from everfed.methods.lwf import distillation, need_classes
 from everfed.methods.registry import register
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -58,7 +58,8 @@ class TwoTeachers(Part):
 
     def loss(self, z: Tensor, x: Tensor, y: Tensor, c: Context) -> Tensor:
         if not c.task:
-            return z.new_zeros(y.shape)
+            return z.new_zeros(y.shape[:2])
+        need_classes(y, "distillation")
         own, server = c.logits(self._teacher(c), x), c.logits(c.start, x)
         if c.known is not None:
             z, own, server = z[..., c.known], own[..., c.known], server[..., c.known]
