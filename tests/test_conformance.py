@@ -209,6 +209,9 @@ PAIRS = [
     (ef.methods.lwf(), ef.methods.fednova()),
     (ef.methods.cfl_coreset(20), ef.methods.fedtrack()),
     (ef.methods.special_c(0.2), ef.methods.fedtrack(iag=False)),
+    (ef.methods.er(20), ef.methods.scaffold()),
+    (ef.methods.derpp(memory=20), ef.methods.special(0.25)),
+    (ef.methods.flwf2t(), ef.methods.agem(20)),
 ]
 
 

@@ -109,7 +109,7 @@ def test_every_method_is_the_local_engines(place, method, sample):
 
 
 def test_classes_that_arrive_task_by_task(place):
-    for method in ("cflag", "lwf", "ewc"):
+    for method in ("cflag", "lwf", "ewc", "icarl"):
         changes = [
             "data.domains=['plain']", "stream.name=classes", "stream.tasks=2", "stream.clients=3",
             "stream.rounds=2", f"method.name={method}",
