@@ -51,7 +51,7 @@ class TwoTeachers(Part):
         return True  # a client sees by the task's number that the one before has ended
 
     def client_init(self, w: Tensor) -> State:
-        return {"newest": w, "task": torch.tensor(-1), "teacher": w}
+        return {"newest": w, "task": torch.tensor(-1).to(w.device), "teacher": w}
 
     def weigh(self, c: Context) -> float:
         return self.alpha if c.task else 1.0
