@@ -234,6 +234,9 @@ def test_herding_never_repeats():
     features = torch.tensor([[0.0], [1.0], [2.0], [3.0], [10.0]])
     assert memory.herding_order(features, 3) == [3, 2, 1]
     assert sorted(memory.herding_order(features, 9)) == [0, 1, 2, 3, 4]
+    # of two, both are equally far from their mean: rounding must not choose
+    pairs = torch.rand(100, 2, 8, generator=torch.Generator().manual_seed(0))
+    assert all(memory.herding_order(pair, 1) == [0] for pair in pairs)
 
 
 # C-FLAG -------------------------------------------------------------------------------------------

@@ -220,6 +220,9 @@ PAIRS = [
         for other in (ef.methods.fedprox(0.1), ef.methods.fedavgm(), ef.methods.fedeve())
     ),
     (ef.methods.cfl_coreset(20), ef.methods.cfl_regularization()),
+    (ef.methods.er(20), ef.methods.scaffold()),
+    (ef.methods.derpp(memory=20), ef.methods.special(0.25)),
+    (ef.methods.flwf2t(), ef.methods.agem(20)),
 ]
 
 

@@ -60,7 +60,7 @@ def test_memories_keep_their_size_and_balance(labels, size):
     have = np.bincount(labels, minlength=6)
     # no class is short of another one unless it has no more samples
     assert all(counts[c] >= counts.max() - 1 for c in range(6) if counts[c] < have[c])
-    herded = memory.herding(ids, labels, torch.randn(len(ids), 3), size)
+    herded = memory.herding(ids, labels, torch.randn(len(ids), 3), memory.quotas(labels, size))
     assert len(herded) == len(set(herded)) == min(size, len(labels))
 
 

@@ -93,7 +93,8 @@ def distance(a, b) -> float:
 @pytest.mark.parametrize("sample", [None, 2])
 def test_every_method_is_the_local_engines(place, method, sample):
     changes = [f"method.name={method}"] + ([f"sample={sample}"] if sample else [])
-    more = {"cflag": "lipschitz=1.0", "krum": "bad=0", "privacy": "secret=false"}
+    more = {"cflag": "lipschitz=1.0", "nccl": "lipschitz=1.0", "krum": "bad=0"}
+    more |= {"privacy": "secret=false"}
     if method in more:
         changes.append(f"method.{more[method]}")
     got, records, _ = federated(place, changes)
@@ -108,7 +109,7 @@ def test_every_method_is_the_local_engines(place, method, sample):
 
 
 def test_classes_that_arrive_task_by_task(place):
-    for method in ("cflag", "lwf", "ewc"):
+    for method in ("cflag", "lwf", "ewc", "icarl"):
         changes = [
             "data.domains=['plain']", "stream.name=classes", "stream.tasks=2", "stream.clients=3",
             "stream.rounds=2", f"method.name={method}",

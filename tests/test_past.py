@@ -164,7 +164,7 @@ def test_local_steps_on_a_series(method, path):
         game = Game(made, [now], rounds=1, local=local)
         one = torch.ones(1, 1, dtype=torch.float64)
         old = torch.zeros(1, dtype=torch.int64)
-        game.fed.parts[0] = {"h": 3 * one, "c": -3 * one, "round": old, "client": old}
+        game.fed.parts[0] |= {"h": 3 * one, "c": -3 * one, "round": old, "client": old}
         assert game.play()[0] == pytest.approx(expected)
 
 

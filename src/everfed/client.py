@@ -164,16 +164,31 @@ class Phase(Context):
         return self.jobs[0]
 
     # computing -------------------------------------------------------------------------------
-    def gradient(self, w: Tensor, ids: np.ndarray | None = None) -> Tensor:
-        return self._over(w, ids, lambda *a: self.program.compute.grad(*a)[0])
+    def gradient(
+        self,
+        w: Tensor,
+        ids: np.ndarray | None = None,
+        loss: LossFunction | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        other = Objective(loss) if loss else None
+        return self._over(w, ids, lambda *a: self.program.compute.grad(*a)[0], other, targets)
 
     def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
         squares, means = self._over(w, None, partial(self.program.compute.fisher, since=since))
         return squares, means
 
-    def _over(self, w: Tensor, ids: np.ndarray | None, what: Callable[..., Tensor]) -> Tensor:
+    def _over(
+        self,
+        w: Tensor,
+        ids: np.ndarray | None,
+        what: Callable[..., Tensor],
+        objective: Objective | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
         """The mean over each client's samples of what `compute` gives, (..., clients, d)."""
         p = self.program
+        objective = objective or p.objective(self.task)
         held = [job.trains_on for job in self.jobs] if ids is None else [ids]
         rows = w.reshape(-1, self.layout.d).expand(len(held), -1)
         sizes = [len(own) for own in held]  # the largest first, so that a slice takes a prefix
@@ -183,14 +198,20 @@ class Phase(Context):
                 active = sum(size > begin for size in sizes)
                 ids = np.stack([own[begin:end] for own in held[:active]])
                 x, y = p.table.take(torch.from_numpy(ids), w.dtype)
+                y = y if targets is None else targets[None, begin:end]
                 each = 1 / torch.tensor(sizes[:active]).to(w).unsqueeze(1).expand(ids.shape)
-                own_part = what(rows[:active], x, y, each, p.objective(self.task))
+                own_part = what(rows[:active], x, y, each, objective)
                 if total is None:
                     total = own_part.clone()  # what `compute` gives is lent
                 else:
                     total[..., :active, :] += own_part
         assert total is not None
         return total[..., 0, :] if self.alone else total
+
+    def norms(self, w: Tensor, ids: np.ndarray) -> Tensor:
+        p = self.program
+        x, y = p.data.take(torch.from_numpy(ids), w.dtype)
+        return curvature.sample_norms(p.compute, w, x, y, p.objective(self.task))
 
     def hutchinson(self, w: Tensor, probes: int, since: int = 0) -> Tensor:
         p = self.program
@@ -207,8 +228,16 @@ class Phase(Context):
         return out
 
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
+        if w.dim() == 2:
+            return torch.stack(
+                [self.program.compute.logits(*row) for row in zip(w, x, strict=True)]
+            )
         z = self.program.compute.logits(w, x.flatten(0, 1))
         return z.view(*x.shape[:2], *z.shape[1:])
+
+    def outputs(self, w: Tensor, ids: np.ndarray) -> Tensor:
+        x, _ = self.program.data.take(torch.from_numpy(ids), w.dtype)
+        return self.program.compute.logits(w, x)
 
     def features(self, w: Tensor, ids: np.ndarray) -> Tensor:
         x, _ = self.program.data.take(torch.from_numpy(ids), w.dtype)
@@ -252,8 +281,11 @@ class ClientProgram:
             for hook in (
                 "data",
                 "generated",
+                "replay",
                 "probe",
+                "weigh",
                 "loss",
+                "feature_loss",
                 "affine",
                 "grad",
                 "after",
@@ -302,6 +334,8 @@ class ClientProgram:
         args = (self.local, self.seed, ask.round)
         components = self.method.components
         planned = [(job, batches(job.trains_on, *args, job.client, components)) for job in jobs]
+        if self.hooks["replay"]:
+            planned = [(job, self._with_replay(ask, job, plan)) for job, plan in planned]
         # the largest first: shorter phases drop out at the end
         planned.sort(key=lambda item: (-len(item[1].steps), -len(item[0].trains_on)))
         for k in range(0, len(planned), self.width):
@@ -363,6 +397,15 @@ class ClientProgram:
         ends = len(self.data.y) + np.cumsum([0] + [len(y) for _, y in made])
         return [np.arange(*range_) for range_ in pairwise(ends.tolist())]
 
+    def _with_replay(self, ask: Ask, job: Job, plan: Plan) -> Plan:
+        """The plan with all that the parts add to its batches."""
+        phase, steps = Phase(self, ask, [job], alone=True), []
+        for phase.step, batch in enumerate(plan.steps):
+            for i in self.hooks["replay"]:
+                batch = self._hook("replay", i, phase)(batch)
+            steps.append(batch)
+        return replace(plan, steps=steps)
+
     def _exchange(self, ask: Ask, job: Job) -> Reply:
         """Probe or close, one client."""
         phase = Phase(self, ask, [job], alone=True)
@@ -403,8 +446,13 @@ class ClientProgram:
     def _descend(self, ask: Ask, phase: Phase, w: Tensor, plans: list[Plan]) -> Tensor:
         """All local steps; the mean loss of each client."""
         objective = self.objective(ask.task)
-        if self.hooks["loss"]:
-            objective = Objective(objective.loss, objective.mask, self._extra_loss(phase))
+        if any(self.hooks[hook] for hook in ("loss", "feature_loss", "weigh")):
+            objective = replace(
+                objective,
+                extra=self._sum_of("loss", phase),
+                features=self._sum_of("feature_loss", phase),
+                weight=math.prod(self._hook("weigh", i, phase)() for i in self.hooks["weigh"]),
+            )
         optimiser = Optimiser(self.local)
         changes = self._changes(phase)
         rate, bend = self._fused(changes, ask.lr)
@@ -453,12 +501,13 @@ class ClientProgram:
             whole = change if whole is None else change.after(whole)
         return (lr, None) if whole is None else whole.fuse(lr) or (None, None)
 
-    def _extra_loss(self, phase: Phase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        def extra(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
-            terms = [self._hook("loss", i, phase)(z, x, y) for i in self.hooks["loss"]]
-            return torch.stack(terms).sum(0)
-
-        return extra
+    def _sum_of(self, hook: str, phase: Phase) -> Callable[..., Tensor] | None:
+        """What the parts add to the loss by a hook; None: nothing."""
+        if not self.hooks[hook]:
+            return None
+        return lambda *a: torch.stack(
+            [self._hook(hook, i, phase)(*a) for i in self.hooks[hook]]
+        ).sum(0)
 
     def _batches(
         self, plans: list[list[np.ndarray]], dtype: torch.dtype

@@ -11,6 +11,9 @@ from torch.func import functional_call, grad, jvp, vmap
 if TYPE_CHECKING:
     from everfed.compute.base import Compute, Objective
 
+#: numbers in all per-sample gradients that are held at once
+ROOM = 2**24
+
 
 def losses(compute: Compute, w: Tensor, x: Tensor, y: Tensor, objective: Objective) -> Tensor:
     """Each sample's loss as a function of the flat vector w, (d,), and the inputs: (batch,)."""
@@ -36,6 +39,14 @@ def sample_gradients(
         return out
     except RuntimeError:  # a module that vmap cannot follow
         return torch.stack([grad(one)(w, xi, yi) for xi, yi in zip(x, y, strict=True)])
+
+
+def sample_norms(compute: Compute, w: Tensor, x: Tensor, y: Tensor, objective: Objective) -> Tensor:
+    """The norm of each sample's gradient, (batch,)."""
+    compute.module.eval()
+    chunk = max(1, ROOM // compute.layout.d)
+    pieces = zip(torch.split(x, chunk), torch.split(y, chunk), strict=True)
+    return torch.cat([sample_gradients(compute, w, *own, objective).norm(dim=1) for own in pieces])
 
 
 def hutchinson(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from everfed.vector import unit
 
 #: what gives way when sets outgrow a budget: all alike, or the one least recently met
 Evict = Literal["shrink", "oldest"]
@@ -36,17 +39,30 @@ def uniform(ids: np.ndarray, size: int, random: np.random.Generator) -> np.ndarr
     return ids[np.sort(random.choice(len(ids), size, replace=False))]
 
 
+def ring(groups: np.ndarray, size: int) -> np.ndarray:
+    """What `size` slots hold after samples of these groups (classes) have arrived one by one: of
+    every group the newest, as evenly over the groups as there are samples. Positions, in order.
+
+    >>> ring(np.array([0, 0, 0, 1]), 3).tolist()
+    [1, 2, 3]
+    """
+    newest = np.arange(len(groups))[::-1]
+    age = np.empty(len(groups), dtype=np.int64)
+    for g in np.unique(groups):
+        own = newest[groups[newest] == g]
+        age[own] = np.arange(len(own))
+    # taking the youngest of their groups first goes round the groups
+    kept: np.ndarray = np.sort(newest[np.argsort(age[newest], kind="stable")][:size])
+    return kept
+
+
 def class_balanced(
     ids: np.ndarray, labels: np.ndarray, size: int, random: np.random.Generator
 ) -> np.ndarray:
     """At most `size` samples, as evenly over the classes as there are samples of each."""
-    order = random.permutation(len(ids))
-    # each sample's rank within its class: taking the lowest ranks goes round the classes
-    rank = np.empty(len(ids), dtype=np.int64)
-    for c in np.unique(labels):
-        own = order[labels[order] == c]
-        rank[own] = np.arange(len(own))
-    return ids[np.sort(order[np.argsort(rank[order], kind="stable")][:size])]
+    arrival = random.permutation(len(ids))[::-1]
+    kept: np.ndarray = ids[np.sort(arrival[ring(labels[arrival], size)])]
+    return kept
 
 
 def quotas(labels: np.ndarray, size: int) -> dict[int, int]:
@@ -65,12 +81,15 @@ def herding_order(features: Tensor, count: int) -> list[int]:
     >>> herding_order(torch.tensor([[0.0], [1.0], [2.0], [3.0], [10.0]]), 3)
     [3, 2, 1]
     """
+    features = features.double().cpu()
     mean, total = features.mean(0), torch.zeros_like(features[0])
+    # two samples are equally far from their mean: ties go to the first, whatever rounding says
+    tie = 1e-6 * features.square().sum(1).mean()
     free = torch.ones(len(features), dtype=torch.bool)
     chosen: list[int] = []
     for k in range(1, min(count, len(features)) + 1):
-        distance = (mean - (features + total) / k).square().sum(1).cpu()
-        best = int(distance.masked_fill(~free, torch.inf).argmin())
+        distance = (mean - (features + total) / k).square().sum(1).masked_fill(~free, torch.inf)
+        best = int((distance <= distance.min() + tie).nonzero()[0])
         chosen.append(best)
         free[best] = False
         total = total + features[best]
@@ -84,11 +103,19 @@ def first_of_classes(ids: np.ndarray, labels: np.ndarray, size: int) -> np.ndarr
     return first
 
 
-def herding(ids: np.ndarray, labels: np.ndarray, features: Tensor, size: int) -> np.ndarray:
-    """Herding class by class on features of unit length, quotas by class share."""
-    unit = features / features.norm(dim=1, keepdim=True).clamp(min=1e-12)
+def herding(
+    ids: np.ndarray, labels: np.ndarray, features: Tensor, quotas: Mapping[int, int]
+) -> np.ndarray:
+    """Herding on features of unit length, so many samples of each class."""
+    directions = unit(features)
     picks: list[np.ndarray] = []
-    for c, quota in quotas(labels, size).items():
+    for c, quota in quotas.items():
         own = np.flatnonzero(labels == c)
-        picks.append(ids[own[herding_order(unit[torch.from_numpy(own)], quota)]])
+        picks.append(ids[own[herding_order(directions[torch.from_numpy(own)], quota)]])
     return np.concatenate(picks) if picks else ids[:0]
+
+
+def first(groups: np.ndarray, quota: int) -> np.ndarray:
+    """Positions of the first `quota` members of each group, in order."""
+    kept = [np.flatnonzero(groups == g)[:quota] for g in np.unique(groups)]
+    return np.sort(np.concatenate([*kept, np.zeros(0, dtype=np.int64)]))

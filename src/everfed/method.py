@@ -8,14 +8,14 @@ Signs: an *update* is travel, w_i - start (the papers' pseudo-gradient is its ne
 Shapes: server vectors are (d,). In client hooks a vector's last dimension is d and a dimension of
 clients stands before it, (clients, d), because an engine may train several clients at once; so
 write element-wise formulas, and `dot` and `sq` of `everfed.vector` for inner products. Hooks called
-client by client (data, generated, probe, remember, close) see plain (d,) vectors and their own
-state.
+client by client (data, generated, replay, probe, remember, close) see plain (d,) vectors and their
+own state.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
@@ -59,13 +59,24 @@ class Context(Protocol):
     layout: Layout  #: which slice of the vector each parameter is
     known: Tensor | None  #: classes of earlier tasks (bool, (classes,)); None: all of them
 
-    def gradient(self, w: Tensor, ids: np.ndarray | None = None) -> Tensor:
-        """The mean loss's gradient at w over all the client trains on (or over `ids`)."""
+    def gradient(
+        self,
+        w: Tensor,
+        ids: np.ndarray | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        """The mean loss's gradient at w over all the client trains on (or over `ids`); or that of
+        another loss, which takes outputs and these targets, one a sample of `ids`."""
         ...
 
     def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
         """Diagonal Fisher at w (the mean of per-sample squared gradients), and the mean gradient;
         what lies before coordinate `since` may be left 0, which is cheaper."""
+        ...
+
+    def norms(self, w: Tensor, ids: np.ndarray) -> Tensor:
+        """The norm of each sample's own gradient at w, (len(ids),)."""
         ...
 
     def hutchinson(self, w: Tensor, probes: int, since: int = 0) -> Tensor:
@@ -74,7 +85,12 @@ class Context(Protocol):
         ...
 
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
-        """Outputs of another model w, (d,), on a batch; no gradient, evaluation mode."""
+        """Outputs of another model w, (d,), or of one for each client, (clients, d), on a batch;
+        no gradient, evaluation mode."""
+        ...
+
+    def outputs(self, w: Tensor, ids: np.ndarray) -> Tensor:
+        """Outputs of model w on samples, (len(ids), ...); no gradient, evaluation mode."""
         ...
 
     def features(self, w: Tensor, ids: np.ndarray) -> Tensor:
@@ -202,6 +218,11 @@ class Part:
         """The mean update becomes the server's step (w <- w + step) and the next state."""
         return update, s
 
+    def predict(self, s: State, z: Tensor, features: Tensor) -> Tensor:
+        """Scores of classes in tests, where not the outputs: (samples, classes) of both, and the
+        features (samples, width) that the last layer was fed with."""
+        return z
+
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         """The server's side of a task boundary; `r` holds what `close` uploaded."""
         return s
@@ -237,12 +258,24 @@ class Part:
         the client's data afterwards. Client by client."""
         raise NotImplementedError
 
+    def replay(self, batch: np.ndarray, c: Context) -> np.ndarray:
+        """The samples of a step, given those of the batch. Client by client."""
+        return batch
+
     def probe(self, w: Tensor, c: Context) -> tuple[State, State]:
         """An exchange before training: uploads, changes of the state. Client by client."""
         return {}, {}
 
+    def weigh(self, c: Context) -> float:
+        """How much the client's own loss counts beside the terms that parts add."""
+        return 1.0
+
     def loss(self, z: Tensor, x: Tensor, y: Tensor, c: Context) -> Tensor:
         """A term for each sample's loss: outputs (clients, batch, classes) -> (clients, batch)."""
+        raise NotImplementedError
+
+    def feature_loss(self, features: Tensor, y: Tensor, c: Context) -> Tensor:
+        """A term of the same kind from what the last layer is fed with, (clients, batch, width)."""
         raise NotImplementedError
 
     def affine(self, c: Context) -> Affine | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -32,9 +32,15 @@ class Engine(Protocol):
         ...
 
     def evaluate(
-        self, w: Tensor, buffers: Tensor, sets: list[np.ndarray], task: int
+        self,
+        w: Tensor,
+        buffers: Tensor,
+        sets: list[np.ndarray],
+        task: int,
+        states: Sequence[State] = (),
     ) -> list[tuple[float, float]]:
-        """Accuracy (share of right answers; NaN without classes) and mean loss on each set."""
+        """Accuracy (share of right answers; NaN without classes) and mean loss on each set; the
+        parts' states are for those that predict."""
         ...
 
     def describe(self) -> str:

@@ -350,7 +350,8 @@ class Session:
         held = [(j, self.rounds.stream.test(j)) for j in on]
         on, sets = [j for j, ids in held if len(ids)], [ids for _, ids in held if len(ids)]
         out = []
-        results = self.engine.evaluate(fed.w, fed.buffers, sets, task) if sets else []
+        asked = (fed.w, fed.buffers, sets, task, fed.parts)
+        results = self.engine.evaluate(*asked) if sets else []
         for j, (right, loss) in zip(on, results, strict=True):
             extra = {"on": j} | ({"end": True} if end else {})
             if right == right:

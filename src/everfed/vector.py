@@ -25,6 +25,12 @@ def sq(a: Tensor) -> Tensor:
     return dot(a, a)
 
 
+def unit(a: Tensor) -> Tensor:
+    """Vectors of length 1 along the last dimension; 0 stays 0."""
+    length: Tensor = torch.linalg.vector_norm(a, dim=-1, keepdim=True)
+    return a / length.clamp(min=1e-12)
+
+
 def exact_sq(v: Tensor) -> Tensor:
     """Squared norm of all of v, summed in double precision, in blocks that stay in the cache."""
     total = torch.zeros((), dtype=torch.float64, device=v.device)

@@ -33,16 +33,23 @@ class Objective:
     mask: Callable[[Tensor], Tensor | None] | None = None
     #: what the parts add
     extra: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    #: what they add from features and targets: what the last layer is fed with, (clients, batch,
+    #: width), and (clients, batch, ...) -> (clients, batch)
+    features: Callable[[Tensor, Tensor], Tensor] | None = None
+    #: how much the loss counts beside that
+    weight: float = 1.0
 
     @property
     def closed(self) -> bool:
         """Whether it is the plain cross-entropy, whose gradient needs no autograd."""
-        return self.loss is cross_entropy and self.mask is None and self.extra is None
+        plain = self.loss is cross_entropy and self.weight == 1
+        return plain and self.mask is None and self.extra is None
 
     def __call__(self, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
         allowed = self.mask(y) if self.mask else None
         outputs = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
         per_sample = self.loss(outputs.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
+        per_sample = per_sample if self.weight == 1 else self.weight * per_sample
         return per_sample if self.extra is None else per_sample + self.extra(z, x, y)
 
 

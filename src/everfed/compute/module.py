@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed.compute.base import Compute, Objective
-from everfed.curvature import sample_gradients
+from everfed.curvature import ROOM, sample_gradients
 from everfed.vector import bind
 
 
@@ -77,8 +77,10 @@ class ModuleCompute(Compute):
         self.module.train(not (self.norms and x.shape[1] == 1))
         with self._at(w):
             self.g.zero_()
-            z = self._forward(x[0]).unsqueeze(0)
-            loss = (objective(z, x, y) * scale).sum()
+            z, features = self._seen(x[0]) if objective.features else (self._forward(x[0]), None)
+            loss = (objective(z.unsqueeze(0), x, y) * scale).sum()
+            if objective.features is not None and features is not None:
+                loss = loss + (objective.features(features.unsqueeze(0), y) * scale).sum()
             loss.backward()  # type: ignore[no-untyped-call]
         return self.g.unsqueeze(0), loss.detach().reshape(1)
 
@@ -88,7 +90,7 @@ class ModuleCompute(Compute):
         self.module.eval()
         vector = w.reshape(-1)
         out = vector.new_zeros(2, 1, len(vector))
-        chunk = max(1, 2**24 // self.layout.d)
+        chunk = max(1, ROOM // self.layout.d)
         for k in range(0, x.shape[1], chunk):
             piece = slice(k, k + chunk)
             grads = sample_gradients(self, vector, x[0, piece], y[0, piece], objective)
@@ -103,6 +105,12 @@ class ModuleCompute(Compute):
             return self._forward(x)
 
     def features(self, w: Tensor, x: Tensor) -> Tensor:
+        self.module.eval()
+        with torch.no_grad(), self._at(w):
+            return self._seen(x)[1]
+
+    def _seen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and features of a batch."""
         seen: list[Tensor] = []
 
         def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -112,5 +120,5 @@ class ModuleCompute(Compute):
             for module in self.module.modules():  # the last to run of those with weights
                 if any(p.dim() > 1 for p in module.parameters(recurse=False)):
                     hooks.callback(module.register_forward_pre_hook(see).remove)
-            self.logits(w, x)
-        return (seen[-1] if seen else x).detach().flatten(1)
+            z = self._forward(x)
+        return z, (seen[-1] if seen else x).flatten(1)

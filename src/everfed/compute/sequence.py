@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.compute.base import Compute, Objective
-from everfed.compute.layers import Convolution, Layer, Params
+from everfed.compute.layers import Convolution, Layer, Params, by_client
 
 #: what is done with a layer and the slope at its output; the number is its place in the sequence
 Use = Callable[[int, Layer, Tensor], None]
@@ -86,16 +86,40 @@ class SequenceCompute(Compute):
             (slope,) = torch.autograd.grad(loss.sum(), leaf)
         return slope, loss.detach()
 
+    def _slopes(
+        self, z: Tensor, saved: list[Any], x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Slopes at the outputs and, if the objective sees them, at the features; the losses."""
+        slope, loss = self._slope(z, x, y, scale, objective)
+        if objective.features is None:
+            return slope, None, loss
+        kept = saved[self._last]  # a Linear saves its input, a Convolution it and more
+        fed = kept if isinstance(kept, Tensor) else by_client(kept[0], len(z))
+        with torch.enable_grad():
+            leaf = fed.detach().requires_grad_()
+            more = (objective.features(leaf.flatten(2), y) * scale).sum(1)
+            if not more.requires_grad:  # nothing yet
+                return slope, None, loss + more
+            (below,) = torch.autograd.grad(more.sum(), leaf)
+        return slope, below, loss + more.detach()
+
     def _back(
-        self, params: list[Params], saved: list[Any], slope: Tensor, first: int, use: Use
+        self,
+        params: list[Params],
+        saved: list[Any],
+        slope: Tensor,
+        first: int,
+        use: Use,
+        features: Tensor | None = None,
     ) -> None:
-        """From the last layer to layer `first`: give every layer's slope to `use`."""
+        """From the last layer to layer `first`: give every layer's slope to `use`. `features` is
+        added to the slope below the last layer with parameters."""
         for k in reversed(range(first, len(self.layers))):
             layer = self.layers[k]
             # the slope below needs the parameters before `use` may change them
             below = layer.backward(params[k], saved[k], slope) if k > first else slope
             use(k, layer, slope)
-            slope = below
+            slope = below if features is None or k != self._last else below + features
 
     @torch.no_grad()
     def grad(
@@ -104,12 +128,12 @@ class SequenceCompute(Compute):
         g = self._g[: len(w)] if len(self._g) >= len(w) else torch.empty_like(w)
         params, out = self._params(w), self._params(g)
         z, saved = self._forward(params, x)
-        slope, loss = self._slope(z, x, y, scale, objective)
+        slope, features, loss = self._slopes(z, saved, x, y, scale, objective)
 
         def write(k: int, layer: Layer, slope: Tensor) -> None:
             layer.accumulate(out[k], saved[k], slope, 0, 1)
 
-        self._back(params, saved, slope, self._first, write)
+        self._back(params, saved, slope, self._first, write, features)
         return g, loss
 
     @torch.no_grad()
@@ -118,12 +142,12 @@ class SequenceCompute(Compute):
     ) -> Tensor:
         params = self._params(w)
         z, saved = self._forward(params, x)
-        slope, loss = self._slope(z, x, y, scale, objective)
+        slope, features, loss = self._slopes(z, saved, x, y, scale, objective)
 
         def step(k: int, layer: Layer, slope: Tensor) -> None:
             layer.accumulate(params[k], saved[k], slope, 1, -lr)
 
-        self._back(params, saved, slope, self._first, step)
+        self._back(params, saved, slope, self._first, step, features)
         return loss
 
     @torch.no_grad()

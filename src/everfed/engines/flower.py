@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from logging import INFO, WARNING
@@ -186,9 +186,14 @@ class FlowerEngine:
         self.tester.close()
 
     def evaluate(
-        self, w: Tensor, buffers: Tensor, sets: list[np.ndarray], task: int
+        self,
+        w: Tensor,
+        buffers: Tensor,
+        sets: list[np.ndarray],
+        task: int,
+        states: Sequence[State] = (),
     ) -> list[tuple[float, float]]:
-        return self.tester.evaluate(w, buffers, sets, task)
+        return self.tester.evaluate(w, buffers, sets, task, states)
 
     # who is there ----------------------------------------------------------------------------
     def online(self, round_: int) -> np.ndarray:

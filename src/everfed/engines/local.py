@@ -6,7 +6,7 @@ sequences are trained together, as batched products and grouped convolutions, ot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,12 +78,19 @@ class LocalEngine:
         return self.program.stream.online(round_)
 
     def evaluate(
-        self, w: Tensor, buffers: Tensor, sets: list[np.ndarray], task: int
+        self,
+        w: Tensor,
+        buffers: Tensor,
+        sets: list[np.ndarray],
+        task: int,
+        states: Sequence[State] = (),
     ) -> list[tuple[float, float]]:
         """Accuracy (share of right answers; NaN without classes) and mean loss on each set."""
         k = max(1, self.count)
         pieces = [[np.array_split(ids, k)[i] for ids in sets] for i in range(k)]
-        results = self._spread("test", [(w, buffers, piece, task) for piece in pieces])
+        # only a part that predicts needs its state
+        own = {i: states[i] for i in self.program.method.using("predict")}
+        results = self._spread("test", [(w, buffers, piece, task, own) for piece in pieces])
         sums = torch.stack(results).sum(0)
         return [
             (float(right) / len(ids), float(loss) / len(ids))
@@ -137,7 +144,14 @@ class LocalEngine:
             answer.sent_up += sum(4 * value.numel() for value in reply.uploads.values())
         return answer
 
-    def _test(self, w: Tensor, buffers: Tensor, sets: list[np.ndarray], task: int) -> Tensor:
+    def _test(
+        self,
+        w: Tensor,
+        buffers: Tensor,
+        sets: list[np.ndarray],
+        task: int,
+        states: Mapping[int, State],
+    ) -> Tensor:
         """Right answers and summed losses, (sets, 2)."""
         p = self.program
         p.compute.load_buffers(buffers)
@@ -151,6 +165,8 @@ class LocalEngine:
                 if y.is_floating_point() or z.shape[:-1] != y.shape or z.shape[-1] < 2:
                     out[row, 0] = torch.nan  # not a choice among classes
                     continue
+                for i, state in states.items():
+                    z = p.method.parts[i].predict(state, z, p.compute.features(w, x))
                 mask = p.stream.mask(y, task)
                 z = z if mask is None else z.masked_fill(~mask, -torch.inf)
                 right = z.argmax(-1) == y

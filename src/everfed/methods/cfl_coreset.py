@@ -51,7 +51,9 @@ class CoreSet(Part):
             random = rng(c.seed, "core set", c.client, c.block)
             kept = memory.uniform(c.ids, self.size, random)
         else:
-            kept = memory.herding(c.ids, c.labels(c.ids), c.features(w, c.ids), self.size)
+            labels = c.labels(c.ids)
+            quotas = memory.quotas(labels, self.size)
+            kept = memory.herding(c.ids, labels, c.features(w, c.ids), quotas)
         # from the least to the most recently met
         sets = {b: own for b, own in _sets(c.mine).items() if b != c.block} | {c.block: kept}
         sizes = [len(own) for own in sets.values()]

@@ -97,6 +97,15 @@ class Rates:
     adaptive: Literal["off", "average", "worst"]
     clip: float
 
+    def check(self, who: str, alpha: float, otherwise: str = "") -> None:
+        """Raise EverfedError where the rates would have no sense."""
+        if self.adaptive != "off" and self.lipschitz * alpha >= 1:
+            raise EverfedError(
+                f"{who}'s adaptive rates need alpha < 1/lipschitz, but alpha = {alpha} (the "
+                f"learning rate unless set) and lipschitz = {self.lipschitz}: lower one of "
+                f"them{otherwise}"
+            )
+
     def __call__(
         self, f: Tensor, a: Tensor, alpha: float, beta: float, p: Tensor, cohort: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -142,13 +151,8 @@ class CFlag(Track):
     draw: PositiveInt = 200
 
     def check(self, local: Local) -> None:
-        alpha = self.alpha or local.lr
-        if self.adaptive != "off" and self.lipschitz * alpha >= 1:
-            raise EverfedError(
-                f"C-FLAG's adaptive rates need alpha < 1/lipschitz, but alpha = {alpha} (the "
-                f"learning rate unless set) and lipschitz = {self.lipschitz}: lower one of them "
-                "or set adaptive = 'off'"
-            )
+        rates = Rates(self.lipschitz, self.adaptive, self.clip)
+        rates.check("C-FLAG", self.alpha or local.lr, " or set adaptive = 'off'")
 
     @property
     def stateful(self) -> bool:

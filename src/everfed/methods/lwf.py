@@ -14,6 +14,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from everfed.errors import EverfedError
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.registry import register
 
@@ -22,6 +23,12 @@ def distillation(z: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """Cross-entropy of softened outputs, (..., classes) -> (...)."""
     target = (teacher / temperature).softmax(-1)
     return -(target * (z / temperature).log_softmax(-1)).sum(-1)
+
+
+def need_classes(y: Tensor, who: str) -> None:
+    """Raise EverfedError where labels (clients, batch) are not one class a sample."""
+    if y.is_floating_point() or y.dim() != 2:
+        raise EverfedError(f"{who} needs one class a sample")
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ class Distil(Part):
 
     def loss(self, z: Tensor, x: Tensor, y: Tensor, c: Context) -> Tensor:
         if "teacher" not in c.down:
-            return z.new_zeros(y.shape)
+            return z.new_zeros(y.shape[:2])
+        need_classes(y, "distillation")
         teacher = c.logits(c.down["teacher"], x)
         if c.known is not None:
             z, teacher = z[..., c.known], teacher[..., c.known]

@@ -1,0 +1,44 @@
+"""Class means of features, from sums that add up over clients."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.method import Context, State
+from everfed.vector import unit
+
+
+def class_sums(features: Tensor, labels: Tensor, classes: int) -> State:
+    """Sums of features and numbers of samples, class by class: (samples, width) and (samples,) ->
+    (classes, width) and (classes,)."""
+    sums = features.new_zeros(classes, features.shape[1]).index_add_(0, labels, features)
+    counts = torch.bincount(labels, minlength=classes).to(features)
+    return {"sums": sums, "counts": counts}
+
+
+def uploads(w: Tensor, ids: np.ndarray, c: Context, *, directions: bool = False) -> State:
+    """One client's class sums under its model w, (1, ...) each; of features, or of features of
+    length 1."""
+    features, classes = c.features(w, ids), c.outputs(w, ids[:1]).shape[-1]
+    labels = torch.from_numpy(c.labels(ids)).to(features.device)
+    own = class_sums(unit(features) if directions else features, labels, classes)
+    return {key: value.unsqueeze(0) for key, value in own.items()}
+
+
+def renewed(old: State, sums: Tensor, counts: Tensor) -> State:
+    """The means of the classes that were seen now, and the old ones of all others."""
+    means = sums / counts.clamp(min=1).unsqueeze(1)
+    seen = counts > 0
+    if not old:
+        return {"means": means, "seen": seen.to(means)}
+    means = torch.where(seen.unsqueeze(1), means, old["means"])
+    return {"means": means, "seen": torch.maximum(old["seen"], seen.to(means))}
+
+
+def nearest(features: Tensor, means: Tensor, seen: Tensor) -> Tensor:
+    """Scores that are highest for the class with the closest mean, all of length 1: (samples,
+    width) -> (samples, classes). Classes without a mean are never chosen."""
+    scores = -torch.cdist(unit(features), unit(means))
+    return scores.masked_fill(seen == 0, -torch.inf)
