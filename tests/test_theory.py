@@ -219,7 +219,7 @@ class Wandering(ef.Stream):
     """Client i's samples in round t lie round own_i + xi_ti, AR(1), with unit noise in every
     coordinate: for the loss |w - c|^2 / 2 its gradient is w less their mean."""
 
-    def __init__(self, alpha, own, time, clients=14, rounds=60, size=12, d=20):
+    def __init__(self, alpha, own, time, clients=10, rounds=50, size=12, d=20):
         random = np.random.default_rng(7)
         self.clients, self.rounds, self.size = clients, rounds, size
         xi = random.standard_normal((clients, d))
@@ -247,7 +247,7 @@ class Wandering(ef.Stream):
 def test_known_drift_is_measured(alpha, own, time):
     """G^2, D^2 and alpha within four standard errors, and N^2 = d / size."""
     stream = Wandering(alpha, own, time)
-    found = measure(stream, Point(20), clients=14, rounds=60, loss=energy)
+    found = measure(stream, Point(20), loss=energy)
     assert found.chance == pytest.approx(20 / 12, rel=0.05)
     assert found.drift.time == pytest.approx(time, abs=4 * found.error.time)
     assert found.drift.client == pytest.approx(stream.spread, abs=4 * found.error.client + 0.02)

@@ -205,7 +205,7 @@ class FlowerEngine:
             here = self._greet()
             if len(here) >= self.terms.sites:
                 planned = self.program.stream.online(round_)
-                there = here if planned is None else here & set(planned.tolist())
+                there = here if planned is None else here & set(np.asarray(planned).tolist())
                 return np.array(sorted(there), dtype=np.int64)
             if time.monotonic() > until:
                 raise EverfedError(

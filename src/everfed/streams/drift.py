@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from everfed.chance import rng
-from everfed.streams.labels import kinds
+from everfed.streams.labels import tally
 from everfed.streams.stream import Stream
 
 #: clients, moments and (for inputs) samples of a task that are looked at
@@ -94,7 +94,7 @@ def look(stream: Stream, seed: int) -> Look:
     moments = _moments(stream, clients, dict(zip(times, there, strict=True)))
     cache: dict[tuple[int, int], np.ndarray] = {}
 
-    nothing = kinds(stream, np.zeros(0, dtype=np.int64))
+    nothing = tally(stream, np.zeros(0, dtype=np.int64))
 
     def at(round_: int) -> list[np.ndarray]:
         """What each client holds; nothing, where it is not online."""
@@ -102,7 +102,7 @@ def look(stream: Stream, seed: int) -> Look:
         for client, online in zip(clients, _there(stream, clients, round_), strict=True):
             key = (client, stream.block(client, round_))
             if online and key not in cache:
-                cache[key] = kinds(stream, stream.samples(client, round_))
+                cache[key] = tally(stream, stream.samples(client, round_))
             out.append(cache[key] if online else nothing)
         return out
 

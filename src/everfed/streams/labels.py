@@ -21,7 +21,7 @@ def counts(data: Data, ids: np.ndarray) -> np.ndarray:
     return np.bincount(data.y[torch.as_tensor(ids)].numpy(), minlength=data.classes)
 
 
-def kinds(stream: Stream, ids: np.ndarray) -> np.ndarray:
+def tally(stream: Stream, ids: np.ndarray) -> np.ndarray:
     """Samples of each class, or of each domain where the stream counts those."""
     data = stream.data
     if stream.counted == "class" or data.task is None:

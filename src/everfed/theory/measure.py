@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class Measured:
     chance: float  #: N^2
     length: float  #: squared length of the mean gradient over all clients and rounds
     clients: int  #: that were looked at
-    rounds: int
+    rounds: int  #: that were looked at
 
 
 def measure(
@@ -85,7 +86,8 @@ def measure(
     if isinstance(stream, Sites):
         raise EverfedError("the samples of this stream live at the sites: nothing to measure here")
     count = min(rounds, stream.rounds)
-    chosen = [i for i in range(stream.clients) if _holds(stream, i, count)][:clients]
+    able = (i for i in range(stream.clients) if _holds(stream, i, count))
+    chosen = list(islice(able, clients))
     if count < 3 or len(chosen) < 3:
         raise EverfedError(
             f"drift shows in at least 3 rounds of 3 clients that hold samples in all of them, and "
