@@ -33,8 +33,9 @@ Exchange = Literal["probe", "train", "close"]
 Change = Callable[[Tensor, Tensor], Tensor]
 #: floats of input that are gathered at once
 GATHER = 2**24
-#: samples of one slice when a gradient over all of a client's data is taken
-SLICE = 512
+#: samples of one slice when a gradient over all of a client's data is taken: at most, and of which
+#: it is a multiple, because a library of convolutions gets ready for every new shape
+SLICE, UNIT = 512, 16
 
 
 @dataclass(frozen=True)
@@ -180,9 +181,11 @@ class Phase(Context):
         with p.compute.kept_buffers():  # a measurement leaves running statistics alone
             for begin, end in _slices(sizes):
                 active = sum(size > begin for size in sizes)
-                ids = np.stack([own[begin:end] for own in held[:active]])
+                # who has fewer samples repeats them, with weight 0
+                ids = np.stack([np.resize(own[begin:end], end - begin) for own in held[:active]])
                 x, y = p.data.take(torch.from_numpy(ids), w.dtype)
-                each = 1 / torch.tensor(sizes[:active]).to(w).unsqueeze(1).expand(ids.shape)
+                counts = torch.tensor(sizes[:active]).unsqueeze(1)
+                each = ((torch.arange(begin, end) < counts) / counts).to(w)
                 own_part = what(rows[:active], x, y, each, p.objective(self.task))
                 if total is None:
                     total = own_part.clone()  # what `compute` gives is lent
@@ -466,9 +469,9 @@ class ClientProgram:
 
 
 def _slices(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of samples in which no client's end; at most SLICE long."""
+    """Ranges of samples; a client's end in the last UNIT of one. At most SLICE long."""
     begin = 0
-    for size in sorted(set(sizes)):
+    for size in sorted({min(-(-size // UNIT) * UNIT, max(sizes)) for size in sizes}):
         while begin < size:
             end = min(size, begin + SLICE)
             yield begin, end

@@ -26,11 +26,8 @@ def sq(a: Tensor) -> Tensor:
 
 def exact_sq(v: Tensor) -> Tensor:
     """Squared norm of all of v, summed in double precision, in blocks that stay in the cache."""
-    total = torch.zeros((), dtype=torch.float64, device=v.device)
-    for block in v.reshape(-1).split(2**16):  # type: ignore[no-untyped-call]
-        own = block.double()
-        total += own @ own
-    return total
+    blocks = v.reshape(-1).split(2**16)  # type: ignore[no-untyped-call]
+    return torch.stack([own @ own for own in (block.double() for block in blocks)]).sum()
 
 
 @dataclass(frozen=True)

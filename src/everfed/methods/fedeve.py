@@ -56,7 +56,7 @@ class FedEve(Part):
         client = r.spread.to(update) / r.n
         prior = s["var"] + period
         gain = where(prior + client > 0, prior / (prior + client), ones_like(prior))
-        m = s["m"] + gain * (update - s["m"])
+        m = s["m"].lerp(update, float(gain))
         state = {"m": m, "var": (1 - gain) * prior}
         return self.server_lr * m, state | {"gain": gain, "period": period, "client": client}
 
