@@ -20,6 +20,7 @@ from everfed import curvature
 from everfed.chance import rng, torch_seed
 from everfed.compute import Compute, Objective
 from everfed.compute.base import LossFunction, cross_entropy
+from everfed.compute.sequence import ROOM
 from everfed.data.table import Data
 from everfed.errors import EverfedError
 from everfed.local import Affine, Local, Optimiser, Plan, batches
@@ -103,8 +104,8 @@ class Phase(Context):
     alone: bool = False
     scratches: list[dict[str, Any]] = field(default_factory=list)
     step: int = 0
-    component: int = 0
-    pieces: list[np.ndarray] = field(default_factory=list)
+    pieces: list[list[np.ndarray]] = field(default_factory=list)
+    picks: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         p, rows = self.program, len(self.jobs)
@@ -164,35 +165,44 @@ class Phase(Context):
         return self.jobs[0]
 
     # computing -------------------------------------------------------------------------------
-    def gradient(self, w: Tensor, ids: np.ndarray | None = None) -> Tensor:
+    def gradient(self, w: Tensor, ids: np.ndarray | list[np.ndarray] | None = None) -> Tensor:
         return self._over(w, ids, lambda *a: self.program.compute.grad(*a)[0])
 
     def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
         squares, means = self._over(w, None, partial(self.program.compute.fisher, since=since))
         return squares, means
 
-    def _over(self, w: Tensor, ids: np.ndarray | None, what: Callable[..., Tensor]) -> Tensor:
+    def _over(
+        self, w: Tensor, ids: np.ndarray | list[np.ndarray] | None, what: Callable[..., Tensor]
+    ) -> Tensor:
         """The mean over each client's samples of what `compute` gives, (..., clients, d)."""
-        p = self.program
-        held = [job.trains_on for job in self.jobs] if ids is None else [ids]
-        rows = w.reshape(-1, self.layout.d).expand(len(held), -1)
+        held = [job.trains_on for job in self.jobs] if ids is None else ids
+        held = held if isinstance(held, list) else [held]
+        rows, width = w.reshape(-1, self.layout.d).expand(len(held), -1), self.program.compute.width
+        with self.program.compute.kept_buffers():  # a measurement leaves running statistics alone
+            groups = [
+                self._mean(rows[k : k + width], held[k : k + width], what)
+                for k in range(0, len(held), width)
+            ]
+        found = groups[0] if len(groups) == 1 else torch.cat(groups, -2)
+        return found[..., 0, :] if self.alone else found
+
+    def _mean(self, w: Tensor, held: list[np.ndarray], what: Callable[..., Tensor]) -> Tensor:
+        p, total = self.program, torch.empty(0)
         sizes = [len(own) for own in held]  # the largest first, so that a slice takes a prefix
-        total: Tensor | None = None
-        with p.compute.kept_buffers():  # a measurement leaves running statistics alone
-            for begin, end in _slices(sizes):
-                active = sum(size > begin for size in sizes)
-                # who has fewer samples repeats them, with weight 0
-                ids = np.stack([np.resize(own[begin:end], end - begin) for own in held[:active]])
-                x, y = p.data.take(torch.from_numpy(ids), w.dtype)
-                counts = torch.tensor(sizes[:active]).unsqueeze(1)
-                each = ((torch.arange(begin, end) < counts) / counts).to(w)
-                own_part = what(rows[:active], x, y, each, p.objective(self.task))
-                if total is None:
-                    total = own_part.clone()  # what `compute` gives is lent
-                else:
-                    total[..., :active, :] += own_part
-        assert total is not None
-        return total[..., 0, :] if self.alone else total
+        for begin, end in _slices(sizes):
+            active = sum(size > begin for size in sizes)
+            # who has fewer samples repeats them, with weight 0
+            ids = np.stack([np.resize(own[begin:end], end - begin) for own in held[:active]])
+            x, y = p.data.take(torch.from_numpy(ids), w.dtype)
+            counts = torch.tensor(sizes[:active]).unsqueeze(1)
+            each = ((torch.arange(begin, end) < counts) / counts).to(w)
+            own_part = what(w[:active], x, y, each, p.objective(self.task))
+            if begin == 0:
+                total = own_part.clone()  # what `compute` gives is lent
+            else:
+                total[..., :active, :] += own_part
+        return total
 
     def hutchinson(self, w: Tensor, probes: int) -> Tensor:
         p = self.program
@@ -289,8 +299,10 @@ class ClientProgram:
         planned = [(job, batches(job.trains_on, *args, job.client, components)) for job in jobs]
         # the largest first: shorter phases drop out at the end
         planned.sort(key=lambda item: (-len(item[1].steps), -len(item[0].trains_on)))
-        for k in range(0, len(planned), self.width):
-            group = planned[k : k + self.width]
+        most = max((len(plan.pieces) for _, plan in planned), default=0)
+        width = max(1, min(self.width, ROOM // (self.compute.layout.d * (1 + most))))
+        for k in range(0, len(planned), width):
+            group = planned[k : k + width]
             yield self._train(ask, [job for job, _ in group], [plan for _, plan in group])
 
     def _hook(self, name: str, part: int, phase: Phase) -> Any:
@@ -349,7 +361,7 @@ class ClientProgram:
         phase = Phase(self, ask, jobs)
         phase.steps_all[:, 0] = torch.tensor([len(plan.steps) for plan in plans])
         phase.ends_all = _epoch_ends(plans)
-        phase.pieces = plans[0].pieces
+        phase.pieces, phase.picks = [p.pieces for p in plans], [p.picks for p in plans]
         w = self.compute.space(len(jobs))
         w.copy_(ask.start)
         self.compute.load_buffers(ask.buffers)
@@ -372,7 +384,7 @@ class ClientProgram:
             if len(x) != len(rows):
                 rows = w[: len(x)]
                 phase.first(len(x))
-            phase.step, phase.component = k, plans[0].picks[k]
+            phase.step = k
             if rate is not None:
                 loss = self.compute.descend(rows, x, y, scale, objective, rate)
                 if bend is not None:
