@@ -148,10 +148,11 @@ def test_special_c():
 # CFL ----------------------------------------------------------------------------------------------
 def test_taylor_compression_is_exact():
     state = {
-        "h": torch.tensor([[2.0, 1.0], [1.0, 4.0]]),
+        "h0": torch.tensor([[2.0, 1.0]]),
+        "h1": torch.tensor([[1.0, 4.0]]),
         # c = g - h * w^ for (w^, g) = ((1,0), (.5,-.5)) and ((0,2), (1,0))
-        "c": torch.tensor([[0.5 - 2, -0.5], [1.0, -8.0]]),
-        "round": torch.tensor([0, 1]),
+        "c0": torch.tensor([[0.5 - 2, -0.5]]),
+        "c1": torch.tensor([[1.0, -8.0]]),
     }
     # Theorem 4.1 with D^2 = 1, R^2 = 1/2, t = 3 weighs both past rounds with 1/4
     assert independent(3, 1.0, 0.5) == pytest.approx((0.25, 0.5))

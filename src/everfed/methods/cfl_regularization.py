@@ -45,6 +45,12 @@ def chosen(layers: Layers, layout: Layout) -> list[tuple[Slot, float]]:
     return [(slot, beta) for name, beta in layers.items() for slot in layout.names(name)]
 
 
+def kept(s: State) -> dict[int, int]:
+    """How many series the server has of each round t: rows of "ht" and "ct", which are never copied
+    from state to state."""
+    return {int(key[1:]): len(rows) for key, rows in s.items() if key[0] == "h"}
+
+
 @dataclass(frozen=True)
 class Taylor(Part):
     """Second-order memories of past objectives, compressed to two vectors."""
@@ -67,13 +73,13 @@ class Taylor(Part):
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
         if not s:
             return w, {}
-        rounds, at, entries = torch.unique(s["round"], return_inverse=True, return_counts=True)
+        entries, now = kept(s), 1.0
+        p = dict.fromkeys(entries, 1 / sum(entries.values()))
         if self.weights == "theory":
-            past, now = independent(len(rounds) + 1, self.d2, self.r2)
-            p = past / entries[at].to(w)  # a round's weight is shared by its entries
-        else:
-            p, now = torch.full_like(s["h"][:, 0], 1 / len(s["h"])), 1.0
-        return w, {"h": p @ s["h"], "c": p @ s["c"], "now": torch.tensor(now).to(w)}
+            past, now = independent(len(entries) + 1, self.d2, self.r2)
+            p = {t: past / n for t, n in entries.items()}  # a round's weight, shared by its entries
+        h, c = (torch.stack([p[t] * s[f"{v}{t}"].sum(0) for t in p]).sum(0) for v in "hc")
+        return w, {"h": h, "c": c, "now": torch.tensor(now).to(w)}
 
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
         if "h" not in c.down:
@@ -104,14 +110,17 @@ class Taylor(Part):
         return update, {"h": take(h), "c": take(constant)}, {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        new = {"h": r["h"], "c": r["c"], "round": torch.full((len(r["h"]),), r.round)}
-        kept = {key: torch.cat([s[key], new[key]]) if s else new[key] for key in new}
-        return update, {key: value[-self.buffer :] for key, value in kept.items()}
+        every, latest, room = s | {f"{v}{r.round}": r[v] for v in "hc"}, State(), self.buffer
+        for t, n in sorted(kept(every).items(), reverse=True):
+            if room > 0:
+                latest |= {f"{v}{t}": every[f"{v}{t}"][-room:] for v in "hc"}
+            room -= n
+        return update, latest
 
     def metrics(self, s: State) -> dict[str, float]:
         if self.weights != "theory":
             return {}
-        past, now = independent(len(set(s["round"].tolist())) + 1, self.d2, self.r2)
+        past, now = independent(len(kept(s)) + 1, self.d2, self.r2)
         return {"weight_past": past, "weight_now": now}  # of the round that comes next
 
 
