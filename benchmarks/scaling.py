@@ -47,11 +47,11 @@ REASONS = {
 SPLIT = """
 W2's 7 equal clients are split 4 to 3, which allows 7 / 4 = 1.75 at the most; with about 0.7 ms of
 server's work and 0.4 ms for messages and merging in a round of 22 ms it is 23 / 14 = 1.66. Of
-W1's 10 clients each worker trains 5 together. A step of a batch of 20 takes about 0.9 ms however
-few clients there are, and 0.94 ms for each of them; a cohort has 56 batches, its largest client
-10: one worker needs 56·0.94 + 10·0.9 = 62 ms, each of two 28·0.94 + 10·0.9 = 35 ms, which is
-1.75, and 1.69 with 1.5 ms that is not split. The rows with 100 and 70 clients are there to show
-that the factor depends on the work in a round.
+W1's 10 clients each worker trains 5 together. A step with batches of 20 takes about 0.9 ms
+however few clients there are, and 0.94 ms for each of them. A cohort has 60 batches, its largest
+client 11: one worker needs 60·0.94 + 11·0.9 = 66 ms, each of two 30·0.94 + 11·0.9 = 38 ms, which
+is 1.74, and 1.70 with 1 ms that is not split. These are bounds. The rows with 100 and 70 clients
+are there to show that the factor depends on the work in a round.
 """.strip()
 #: what these costs must be, by counting
 COUNTED = """
