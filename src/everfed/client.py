@@ -18,9 +18,8 @@ from torch import Tensor
 
 from everfed import curvature
 from everfed.chance import rng, torch_seed
-from everfed.compute import Compute, Objective
+from everfed.compute import Compute, Objective, sequence
 from everfed.compute.base import LossFunction, cross_entropy
-from everfed.compute.sequence import ROOM
 from everfed.data.table import Data
 from everfed.errors import EverfedError
 from everfed.local import Affine, Local, Optimiser, Plan, batches
@@ -299,8 +298,9 @@ class ClientProgram:
         planned = [(job, batches(job.trains_on, *args, job.client, components)) for job in jobs]
         # the largest first: shorter phases drop out at the end
         planned.sort(key=lambda item: (-len(item[1].steps), -len(item[0].trains_on)))
+        # there may be a gradient for each piece
         most = max((len(plan.pieces) for _, plan in planned), default=0)
-        width = max(1, min(self.width, ROOM // (self.compute.layout.d * (1 + most))))
+        width = max(1, min(self.width, sequence.ROOM // (self.compute.layout.d * (1 + most))))
         for k in range(0, len(planned), width):
             group = planned[k : k + width]
             yield self._train(ask, [job for job, _ in group], [plan for _, plan in group])
