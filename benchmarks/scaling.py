@@ -46,7 +46,7 @@ REASONS = {
 #: what two workers can gain, by counting
 SPLIT = """
 W2's 7 equal clients are split 4 to 3, which allows 7 / 4 = 1.75 at the most; with about 0.7 ms of
-server's work and 0.4 ms for messages and merging in a round of 22 ms it is 23 / 14 = 1.66. Of
+server's work and 0.4 ms for messages and merging in a round of 22 ms it is 23.1 / 13.9 = 1.66. Of
 W1's 10 clients each worker trains 5 together. A step with batches of 20 takes about 0.9 ms
 however few clients there are, and 0.94 ms for each of them. A cohort has 60 batches, its largest
 client 11: one worker needs 60·0.94 + 11·0.9 = 66 ms, each of two 30·0.94 + 11·0.9 = 38 ms, which
@@ -55,18 +55,21 @@ are there to show that the factor depends on the work in a round.
 """.strip()
 #: what these costs must be, by counting
 COUNTED = """
-CPU time. What the extra work must cost, by counting: a step of W2 is 2 (2·784·200 + 3·200·10)
+CPU time. What the extra work must cost, by counting. A step of W2 is 2 (2·784·200 + 3·200·10)
 flops for each of 7·32 samples, 143 million, and a pass over the 7 models reads and writes 1.1
 million numbers, 8.9 MB. At the 57 Gflop/s and 75 GB/s of one core here that is 2.5 ms and 0.12
-ms: 5 % for a pass in every step (FedProx). SCAFFOLD's pass reads its shift as well (13 MB), and
-states and new variates are 8 more passes a round: 17 passes of 0.15 to 0.2 ms in 22 ms, 12 to 15
-%. MimeLite's gradient has the products of an epoch: 2.0 at the most, less where slices of all
-data are larger than batches. C-FLAG has an epoch's products in the probe, one in the steps, and
-the gradient at the start of those batches that are drawn after the first step: of m batches in m
-draws a share of 1 - (1 - 1/m)^(m-1), 0.61 on W2. That is 2.6, and there are six more passes over
-the models a step. CFL-Regularization has on W2, where the top layers are the whole model, a
-forward pass, a gradient and a squared gradient: 2.5 epochs' products; and it reads its 40 series
-of two vectors, 51 MB.
+ms.
+
+- FedProx: a pass in every step, 5 %.
+- SCAFFOLD: a pass in every step that reads its shift as well (13 MB), and 8 more a round for
+  states and new variates: 17 passes of 0.15 to 0.2 ms in 22 ms, 12 to 15 %.
+- MimeLite: the products of one more epoch, 2.0 at the most; less where slices of all data are
+  larger than batches.
+- C-FLAG: an epoch's products in the probe, one in the steps, and the gradient at the start of
+  those batches that are drawn after the first step: of m batches in m draws a share of 1 - (1 -
+  1/m)^(m-1), 0.61 on W2. That is 2.6, and there are six more passes over the models a step.
+- CFL-Regularization: on W2, where the top layers are the whole model, a forward pass, a gradient
+  and a squared gradient, 2.5 epochs' products; and it reads its 40 series of two vectors, 51 MB.
 """.strip()
 
 
