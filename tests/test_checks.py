@@ -21,6 +21,7 @@ from everfed.methods.fednova import Nova
 from everfed.methods.lwf import distillation
 from everfed.methods.special import pull
 from everfed.theory.weights import independent
+from everfed.vector import total_sq
 from quadratics import Q2, Game, q2
 
 FIRST_ROUNDS = [
@@ -143,6 +144,12 @@ def test_special():
 def test_special_c():
     assert pull(torch.tensor(2.0), torch.tensor(1.0), 0.5).item() == pytest.approx(1.666667)
     assert second_task(methods.special_c(0.2), 1) == pytest.approx([0.507653], abs=1e-6)
+
+
+def test_squares_of_many_updates_are_summed_carefully():
+    """The spread is a small difference of large sums, so they may not be rounded as floats are."""
+    v = torch.randn(3, 70_001, generator=torch.Generator().manual_seed(0))
+    assert float(total_sq(v)) == pytest.approx(float(v.double().square().sum()), rel=1e-8)
 
 
 # CFL ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everfed.method import Method, Reduction
-from everfed.vector import exact_sq
+from everfed.vector import total_sq
 
 Uploads = dict[str, Tensor]
 
@@ -98,7 +98,7 @@ class Reducer:
             factors = weights.to(flat) if kind == "mean" else ones
             if self.spread and key == "update":
                 out[key], out["plain"] = torch.stack([factors, ones]) @ flat
-                out["squares"] = exact_sq(flat)
+                out["squares"] = total_sq(flat)
             else:
                 out[key] = (factors @ flat).reshape(value.shape[1:])
         return out

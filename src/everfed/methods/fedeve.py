@@ -47,7 +47,7 @@ class FedEve(Part):
         return {"m": zeros_like(w), "var": zero, "gain": zero, "period": zero, "client": zero}
 
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
-        return w + self.server_lr * s["m"], {}
+        return w.add(s["m"], alpha=self.server_lr), {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         assert r.spread is not None
