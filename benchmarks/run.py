@@ -187,7 +187,7 @@ def main() -> None:
         versions=", ".join(f"{name} {v}" for name, v in versions.items() if v),
         table=table(runs),
         missing=missing(runs),
-        scaling=scaling.report(ROOT / "docs" / "scaling.png"),
+        scaling=scaling.report(),
     )
     PAGE.write_text(text.rstrip() + "\n" + on_flower())
     print(text)

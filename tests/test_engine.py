@@ -239,15 +239,17 @@ def test_mistakes_are_told(digits, make, words):
 def test_the_engine_says_what_it_chose(digits):
     small = ef.run(ef.methods.fedavg(), static(digits, 1), ef.models.mlp(64, 10))
     assert small.engine == "1 worker on cpu, clients trained together"
-    flag = ef.run(ef.methods.cflag(), static(digits, 1), ef.models.mlp(64, 10), workers=1)
-    assert flag.engine.endswith("one client at a time")
+    alone = ef.run(ef.Method(Poison(())), static(digits, 1), ef.models.mlp(64, 10), workers=1)
+    assert alone.engine.endswith("one client at a time")
 
 
-def test_large_cohorts_go_through_in_groups(digits, monkeypatch):
+@pytest.mark.parametrize("name", ["fedavg", "mimelite", "fedtrack"])
+def test_large_cohorts_go_through_in_groups(digits, monkeypatch, name):
     """Grouping changes memory, not results."""
-    whole = ef.run(ef.methods.fedavg(), static(digits, 2, 30), ef.models.mlp(64, 10), **FAST)
+    method = ef.methods.METHODS[name].build()
+    whole = ef.run(method, static(digits, 2, 30), ef.models.mlp(64, 10), **FAST)
     monkeypatch.setattr("everfed.compute.sequence.ROOM", 650 * 4)
-    cut = ef.run(ef.methods.fedavg(), static(digits, 2, 30), ef.models.mlp(64, 10), **FAST)
+    cut = ef.run(method, static(digits, 2, 30), ef.models.mlp(64, 10), **FAST)
     assert float((whole.vector - cut.vector).norm() / whole.vector.norm()) < 1e-5
 
 

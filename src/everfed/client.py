@@ -19,7 +19,7 @@ from torch import Tensor
 
 from everfed import curvature
 from everfed.chance import rng, torch_seed
-from everfed.compute import Compute, Objective
+from everfed.compute import Compute, Objective, sequence
 from everfed.compute.base import LossFunction, cross_entropy
 from everfed.data.table import Beside, Data
 from everfed.errors import EverfedError
@@ -34,8 +34,9 @@ Exchange = Literal["probe", "train", "close"]
 Change = Callable[[Tensor, Tensor], Tensor]
 #: floats of input that are gathered at once
 GATHER = 2**24
-#: samples of one slice when a gradient over all of a client's data is taken
-SLICE = 512
+#: samples of one slice when a gradient over all of a client's data is taken: at most, and of which
+#: it is a multiple, because a library of convolutions gets ready for every new shape
+SLICE, UNIT = 512, 16
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ class Phase(Context):
     alone: bool = False
     scratches: list[dict[str, Any]] = field(default_factory=list)
     step: int = 0
-    component: int = 0
-    pieces: list[np.ndarray] = field(default_factory=list)
+    pieces: list[list[np.ndarray]] = field(default_factory=list)
+    picks: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         p, rows = self.program, len(self.jobs)
@@ -167,7 +168,7 @@ class Phase(Context):
     def gradient(
         self,
         w: Tensor,
-        ids: np.ndarray | None = None,
+        ids: np.ndarray | list[np.ndarray] | None = None,
         loss: LossFunction | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
@@ -181,32 +182,48 @@ class Phase(Context):
     def _over(
         self,
         w: Tensor,
-        ids: np.ndarray | None,
+        ids: np.ndarray | list[np.ndarray] | None,
         what: Callable[..., Tensor],
         objective: Objective | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
         """The mean over each client's samples of what `compute` gives, (..., clients, d)."""
-        p = self.program
-        objective = objective or p.objective(self.task)
-        held = [job.trains_on for job in self.jobs] if ids is None else [ids]
-        rows = w.reshape(-1, self.layout.d).expand(len(held), -1)
+        held = [job.trains_on for job in self.jobs] if ids is None else ids
+        held = held if isinstance(held, list) else [held]
+        rows, width = w.reshape(-1, self.layout.d).expand(len(held), -1), self.program.compute.width
+        objective = objective or self.program.objective(self.task)
+        with self.program.compute.kept_buffers():  # a measurement leaves running statistics alone
+            groups = [
+                self._mean(rows[k : k + width], held[k : k + width], what, objective, targets)
+                for k in range(0, len(held), width)
+            ]
+        found = groups[0] if len(groups) == 1 else torch.cat(groups, -2)
+        return found[..., 0, :] if self.alone else found
+
+    def _mean(
+        self,
+        w: Tensor,
+        held: list[np.ndarray],
+        what: Callable[..., Tensor],
+        objective: Objective,
+        targets: Tensor | None,
+    ) -> Tensor:
+        total = torch.empty(0)
         sizes = [len(own) for own in held]  # the largest first, so that a slice takes a prefix
-        total: Tensor | None = None
-        with p.compute.kept_buffers():  # a measurement leaves running statistics alone
-            for begin, end in _slices(sizes):
-                active = sum(size > begin for size in sizes)
-                ids = np.stack([own[begin:end] for own in held[:active]])
-                x, y = p.table.take(torch.from_numpy(ids), w.dtype)
-                y = y if targets is None else targets[None, begin:end]
-                each = 1 / torch.tensor(sizes[:active]).to(w).unsqueeze(1).expand(ids.shape)
-                own_part = what(rows[:active], x, y, each, objective)
-                if total is None:
-                    total = own_part.clone()  # what `compute` gives is lent
-                else:
-                    total[..., :active, :] += own_part
-        assert total is not None
-        return total[..., 0, :] if self.alone else total
+        for begin, end in _slices(sizes):
+            active = sum(size > begin for size in sizes)
+            # who has fewer samples repeats them, with weight 0
+            ids = np.stack([np.resize(own[begin:end], end - begin) for own in held[:active]])
+            x, y = self.program.table.take(torch.from_numpy(ids), w.dtype)
+            y = y if targets is None else targets[None, begin:end]
+            counts = torch.tensor(sizes[:active]).unsqueeze(1)
+            each = ((torch.arange(begin, end) < counts) / counts).to(w)
+            own_part = what(w[:active], x, y, each, objective)
+            if begin == 0:
+                total = own_part.clone()  # what `compute` gives is lent
+            else:
+                total[..., :active, :] += own_part
+        return total
 
     def norms(self, w: Tensor, ids: np.ndarray) -> Tensor:
         p = self.program
@@ -338,8 +355,11 @@ class ClientProgram:
             planned = [(job, self._with_replay(ask, job, plan)) for job, plan in planned]
         # the largest first: shorter phases drop out at the end
         planned.sort(key=lambda item: (-len(item[1].steps), -len(item[0].trains_on)))
-        for k in range(0, len(planned), self.width):
-            group = planned[k : k + self.width]
+        # there may be a gradient for each piece
+        most = max((len(plan.pieces) for _, plan in planned), default=0)
+        width = max(1, min(self.width, sequence.ROOM // (self.compute.layout.d * (1 + most))))
+        for k in range(0, len(planned), width):
+            group = planned[k : k + width]
             yield self._train(ask, [job for job, _ in group], [plan for _, plan in group])
 
     def _hook(self, name: str, part: int, phase: Phase) -> Any:
@@ -427,7 +447,7 @@ class ClientProgram:
         phase = Phase(self, ask, jobs)
         phase.steps_all[:, 0] = torch.tensor([len(plan.steps) for plan in plans])
         phase.ends_all = _epoch_ends(plans)
-        phase.pieces = plans[0].pieces
+        phase.pieces, phase.picks = [p.pieces for p in plans], [p.picks for p in plans]
         w = self.compute.space(len(jobs))
         w.copy_(ask.start)
         self.compute.load_buffers(ask.buffers)
@@ -462,7 +482,7 @@ class ClientProgram:
             if len(x) != len(rows):
                 rows = w[: len(x)]
                 phase.first(len(x))
-            phase.step, phase.component = k, plans[0].picks[k]
+            phase.step = k
             if rate is not None:
                 loss = self.compute.descend(rows, x, y, scale, objective, rate)
                 if bend is not None:
@@ -560,9 +580,9 @@ class ClientProgram:
 
 
 def _slices(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of samples in which no client's end; at most SLICE long."""
+    """Ranges of samples; a client's end in the last UNIT of one. At most SLICE long."""
     begin = 0
-    for size in sorted(set(sizes)):
+    for size in sorted({min(-(-size // UNIT) * UNIT, max(sizes)) for size in sizes}):
         while begin < size:
             end = min(size, begin + SLICE)
             yield begin, end

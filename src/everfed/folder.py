@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,6 +68,7 @@ class RunFolder:
         #: for each checkpoint on disk, by its round, the client states that it refers to
         self._refers: dict[int, set[Path]] = {}
         self._lock: IO[str] | None = None
+        self._records: FileIO | None = None
 
     # creating and opening --------------------------------------------------------------------
     @staticmethod
@@ -115,17 +117,27 @@ class RunFolder:
         if self._lock:
             _LOCKS.discard(self._lock)
             self._lock.close()
+        if self._records:
+            self._records.close()
 
     def config(self) -> dict[str, Any]:
         return read_config(self.path)
 
     # records ---------------------------------------------------------------------------------
     def append(self, records: Iterable[Record]) -> None:
+        rest = memoryview("".join(json.dumps(record) + "\n" for record in records).encode())
         try:
-            with open(self.records_path, "a") as file:
-                file.write("".join(json.dumps(record) + "\n" for record in records))
+            file = self._open_records()
+            while rest:
+                rest = rest[file.write(rest) :]
         except OSError as error:
             raise _disk(error, self.path) from error
+
+    def _open_records(self) -> FileIO:
+        """Kept open, and without a buffer: what is appended can be read at once."""
+        if self._records is None:
+            self._records = open(self.records_path, "ab", buffering=0)  # noqa: SIM115
+        return self._records
 
     def records(self) -> list[Record]:
         return read_records(self.path)[0]
@@ -139,9 +151,9 @@ class RunFolder:
             raise _disk(error, self.path) from error
 
     def _save(self, fed: Federation, changed: Iterable[int], meta: Mapping[str, Any]) -> None:
-        with open(self.records_path, "rb+") as file:
-            os.fsync(file.fileno())
-            length = file.seek(0, os.SEEK_END)
+        file = self._open_records()
+        os.fsync(file.fileno())
+        length = file.seek(0, os.SEEK_END)
         for client in changed:
             if any(v.numel() for state in fed.clients[client] for v in state.values()):
                 tensors = flat(fed.clients[client])

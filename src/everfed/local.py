@@ -107,8 +107,12 @@ class Affine:
             return None
         if t == 0:
             return lr * self.scale, lambda w: w.sub_(self._rows(self.shift, w), alpha=lr)
-        target = self.shift * (-lr / t)
-        return lr * self.scale / (1 - t), lambda w: w.lerp_(self._rows(target, w), t)
+        travel = self.shift * -lr
+
+        def finish(w: Tensor) -> Tensor:
+            return torch.add(self._rows(travel, w), w, alpha=1 - t, out=w)
+
+        return lr * self.scale / (1 - t), finish
 
     def _rows(self, v: Tensor, w: Tensor) -> Tensor:
         """Of clients that still train; those with fewer steps lie at the end."""

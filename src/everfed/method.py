@@ -39,7 +39,7 @@ class Context(Protocol):
     start: Tensor  #: the model received, (d,)
     down: Mapping[str, Tensor]  #: the extras this part sent
     mine: Mapping[str, Tensor]  #: this part's own client state, (clients, ...) in a group
-    scratch: dict[str, Any]  #: kept for one local phase, only where `Part.batched` is False
+    scratch: dict[str, Any]  #: kept for one local phase of the group
     round: int  #: from 0
     task: int  #: from 0
     seed: int  #: the run's; for `everfed.chance.rng`
@@ -54,20 +54,23 @@ class Context(Protocol):
     step: int  #: local steps done so far
     steps: Tensor  #: local steps of the whole phase, (clients, 1)
     epoch_ends: Tensor  #: whether this step was an epoch's last, (clients, 1)
-    pieces: list[np.ndarray]  #: the cut data, where batches are components (`Part.components`)
-    component: int  #: which of the pieces this batch is
+    #: where batches are components (`Part.components`): each client's pieces of its data, and
+    #: which of them its steps take
+    pieces: list[list[np.ndarray]]
+    picks: list[list[int]]
     layout: Layout  #: which slice of the vector each parameter is
     known: Tensor | None  #: classes of earlier tasks (bool, (classes,)); None: all of them
 
     def gradient(
         self,
         w: Tensor,
-        ids: np.ndarray | None = None,
+        ids: np.ndarray | list[np.ndarray] | None = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """The mean loss's gradient at w over all the client trains on (or over `ids`); or that of
-        another loss, which takes outputs and these targets, one a sample of `ids`."""
+        """The mean loss's gradient at w over all the client trains on (or over `ids`; a list of
+        samples, the longest first, gives one gradient for each, (len(ids), d)); or that of another
+        loss, which takes outputs and these targets, one a sample of `ids`."""
         ...
 
     def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everfed.method import Method, Reduction
-from everfed.vector import exact_sq
+from everfed.vector import total_sq
 
 Uploads = dict[str, Tensor]
 
@@ -94,11 +94,13 @@ class Reducer:
         out: Uploads = {}
         for key, value in uploads.items():
             kind, flat = self.kinds[key], value.reshape(len(value), -1)
-            factors = weights.to(flat) if kind == "mean" else torch.ones(len(flat)).to(flat)
-            out[key] = (factors @ flat).reshape(value.shape[1:])
+            ones = torch.ones(len(flat)).to(flat)
+            factors = weights.to(flat) if kind == "mean" else ones
             if self.spread and key == "update":
-                out["plain"] = flat.sum(0)
-                out["squares"] = exact_sq(flat)
+                out[key], out["plain"] = torch.stack([factors, ones]) @ flat
+                out["squares"] = total_sq(flat)
+            else:
+                out[key] = (factors @ flat).reshape(value.shape[1:])
         return out
 
     def _sum(self, key: str, value: Tensor) -> None:

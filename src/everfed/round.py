@@ -244,7 +244,7 @@ class Rounds:
 
     def _reduced(self, fed: Federation, answer: Answer, values: State) -> list[Reduced]:
         """What each part sees of the cohort's replies."""
-        reducer = answer.reducer
+        reducer, spread = answer.reducer, cohort_spread(values, answer.reducer.n)
         out = []
         for i in range(len(self.method.parts)):
             own = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{i}.")}
@@ -257,7 +257,7 @@ class Rounds:
                     self.stream.clients,
                     fed.round,
                     self.stream.task(fed.round),
-                    cohort_spread(values, reducer.n),
+                    spread,
                     self.method.needs.exchanges,
                     tuple(sorted(answer.mine)),
                 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import mmap
 import multiprocessing as mp
 import os
@@ -106,8 +107,7 @@ class Slab:
 
 
 def _window(room: mmap.mmap, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    count = int(np.prod(shape, dtype=np.int64))
-    return torch.frombuffer(room, dtype=dtype, count=count, offset=at).view(shape)
+    return torch.frombuffer(room, dtype=dtype, count=math.prod(shape), offset=at).view(shape)
 
 
 class Worker:

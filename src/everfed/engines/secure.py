@@ -44,7 +44,7 @@ from everfed.engines.terms import Terms
 from everfed.errors import EverfedError
 from everfed.method import Method
 from everfed.reduce import Reducer
-from everfed.vector import exact_sq
+from everfed.vector import total_sq
 
 COARSE = 1024.0
 
@@ -65,7 +65,7 @@ def wrap_masked(answered: Answered, method: Method, limit: float) -> RecordDict:
         raise EverfedError("the site has no samples now: it drops out of the masked sum")
     uploads = {key: value[0] for key, value in answered.reply.uploads.items()}
     if "update" in uploads and any(part.spread for part in method.parts):
-        square = exact_sq(uploads["update"]).reshape(1)
+        square = total_sq(uploads["update"]).reshape(1)
         uploads["squares"] = torch.cat([square.clamp(max=limit), square / COARSE])
     uploads = {key: value for key, value in sorted(uploads.items()) if value.numel()}
     for key, value in uploads.items():

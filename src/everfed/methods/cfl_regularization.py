@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -58,6 +59,12 @@ def chosen(layers: Layers, layout: Layout) -> list[tuple[Slot, float]]:
     return list(out.items())
 
 
+def kept(s: State) -> dict[int, int]:
+    """How many series the server has of each round t: rows of "ht" and "ct", of clients "it" (and
+    "lt", what each lost), which are never copied from state to state."""
+    return {int(key[1:]): len(rows) for key, rows in s.items() if key[0] == "h"}
+
+
 @dataclass(frozen=True)
 class Taylor(Part):
     """Second-order memories of past objectives, compressed to two vectors."""
@@ -78,15 +85,15 @@ class Taylor(Part):
         return {"cuts": torch.tensor([(slot.start, slot.stop) for slot, _ in slots])}
 
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
-        if "h" not in s:
+        entries, now = kept(s), 1.0
+        if not entries:
             return w, {}
-        _, at, entries = torch.unique(s["round"], return_inverse=True, return_counts=True)
+        p = dict.fromkeys(entries, 1 / sum(entries.values()))
         if self.weights != "beta":
             past, now = self._weights(s)
-            p = past / entries[at].to(w)  # a round's weight is shared by its entries
-        else:
-            p, now = torch.full_like(s["h"][:, 0], 1 / len(s["h"])), 1.0
-        return w, {"h": p @ s["h"], "c": p @ s["c"], "now": torch.tensor(now).to(w)}
+            p = {t: past / n for t, n in entries.items()}  # a round's weight, shared by its entries
+        h, c = (torch.stack([p[t] * s[f"{v}{t}"].sum(0) for t in p]).sum(0) for v in "hc")
+        return w, {"h": h, "c": c, "now": torch.tensor(now).to(w)}
 
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
         if "h" not in c.down:
@@ -118,37 +125,45 @@ class Taylor(Part):
         return update, uploads, {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        new = dict(r.values) | {"round": torch.full((len(r["h"]),), r.round)}
-        new["client"] = torch.tensor(r.clients)
-        kept = {key: torch.cat([s[key], new[key]]) if "h" in s else new[key] for key in new}
-        state = {"cuts": s["cuts"]} | {key: value[-self.buffer :] for key, value in kept.items()}
+        new = {"h": r["h"], "c": r["c"], "i": torch.tensor(r.clients)}
         if self.weights == "auto":
-            state["constants"] = self._estimate(state, r.w)
-        return update, state
+            new["l"] = r["lost"]
+        every = s | {f"{v}{r.round}": value for v, value in new.items()}
+        latest, room = {"cuts": s["cuts"]}, self.buffer
+        for t, n in sorted(kept(every).items(), reverse=True):
+            if room > 0:
+                latest |= {f"{v}{t}": every[f"{v}{t}"][-room:] for v in new}
+            room -= n
+        if self.weights == "auto":
+            latest["drifts"] = self._estimate(latest, r.w)
+        return update, latest
 
     def _estimate(self, s: State, w: Tensor) -> Tensor:
         """D^2 and R^2 from the kept series, at w; errors of the series drift from round to round
         as well, so they are taken off."""
         at = torch.cat([w[start:stop] for start, stop in s["cuts"].tolist()])
-        gradients = (s["h"] * at + s["c"]).double().cpu().numpy()
-        drift = scattered(gradients, s["client"].numpy(), s["round"].numpy())
-        lost = float(s["lost"].mean())
+        entries = kept(s)
+        gradients = torch.cat([s[f"h{t}"] * at + s[f"c{t}"] for t in entries]).double()
+        clients = torch.cat([s[f"i{t}"] for t in entries])
+        rounds = np.repeat(list(entries), list(entries.values()))
+        drift = scattered(gradients.cpu().numpy(), clients.numpy(), rounds)
+        lost = float(torch.cat([s[f"l{t}"] for t in entries]).mean())
         return torch.tensor([max(drift.time - lost, 0.0), lost], dtype=torch.float64)
 
     def _weights(self, s: State) -> tuple[float, float]:
         """Of each past round and of the one that comes next, Theorem 4.1."""
-        d2, r2 = s["constants"].tolist() if self.weights == "auto" else (self.d2, self.r2)
-        return independent(len(set(s["round"].tolist())) + 1, d2, r2)
+        d2, r2 = s["drifts"].tolist() if self.weights == "auto" else (self.d2, self.r2)
+        return independent(len(kept(s)) + 1, d2, r2)
 
     def recall(
         self, s: State, mine: Mapping[int, State], past: Recall
     ) -> Iterator[tuple[Tensor, Tensor]]:
         slots = [slot for slot, _ in chosen(self.layers, past.layout)]
         w = _take(past.w, slots)
-        for k in range(len(s.get("h", ()))):
-            client, at = int(s["client"][k]), int(s["round"][k])
-            exact = past.gradient(past.samples(client, at), at)
-            yield _take(exact, slots), s["h"][k] * w + s["c"][k]
+        for t in kept(s):
+            for client, h, c in zip(s[f"i{t}"].tolist(), s[f"h{t}"], s[f"c{t}"], strict=True):
+                exact = past.gradient(past.samples(client, t), t)
+                yield _take(exact, slots), h * w + c
 
     def metrics(self, s: State) -> dict[str, float]:
         if self.weights == "beta":
@@ -156,7 +171,7 @@ class Taylor(Part):
         past, now = self._weights(s)
         found = {"weight_past": past, "weight_now": now}
         if self.weights == "auto":
-            found["time_drift"], found["series_loss"] = s["constants"].tolist()
+            found["time_drift"], found["series_loss"] = s["drifts"].tolist()
         return found
 
 

@@ -54,10 +54,6 @@ class Track(Part):
     iag: bool = True
 
     @property
-    def batched(self) -> bool:
-        return not self.iag
-
-    @property
     def components(self) -> bool:
         return self.iag
 
@@ -76,17 +72,24 @@ class Track(Part):
         return None if self.iag else Affine(c.down["g"] - c.mine["g"])
 
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
-        if c.step == 0:  # the table as it is: every entry at x
-            total = sum(len(piece) for piece in c.pieces)
-            c.scratch["share"] = [len(piece) / total for piece in c.pieces]
-            c.scratch["table"] = torch.cat([c.gradient(c.start, piece) for piece in c.pieces])
-            mean = torch.tensor(c.scratch["share"]).to(w) @ c.scratch["table"]
-            c.scratch["direction"] = c.down["g"] - c.mine["g"] + mean
-        else:
-            table, j = c.scratch["table"], c.component
-            c.scratch["direction"].add_(g[0] - table[j], alpha=c.scratch["share"][j])
-            table[j] = g[0]
-        return g.copy_(c.scratch["direction"])
+        if c.step == 0:  # every entry at x: the table's mean is grad g_i
+            c.scratch["table"] = self._table(c)
+            c.scratch["direction"] = c.down["g"].expand_as(g).clone()
+            return g.copy_(c.down["g"])
+        for row, new in enumerate(g):
+            j = c.picks[row][c.step]
+            share = len(c.pieces[row][j]) / sum(map(len, c.pieces[row]))
+            old = c.scratch["table"][row, j]
+            c.scratch["direction"][row].add_(new - old, alpha=share)
+            old.copy_(new)
+        return g.copy_(c.scratch["direction"][: len(g)])
+
+    def _table(self, c: Context) -> dict[tuple[int, int], Tensor]:
+        """Those entries that will be renewed, by client and piece."""
+        later = {(row, j) for row, picks in enumerate(c.picks) for j in picks[1:]}
+        keys = sorted(later, key=lambda key: (-len(c.pieces[key[0]][key[1]]), key))
+        found = c.gradient(c.start, [c.pieces[row][j] for row, j in keys]) if keys else ()
+        return dict(zip(keys, found, strict=True))
 
 
 @dataclass(frozen=True)

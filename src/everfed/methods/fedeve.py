@@ -47,7 +47,7 @@ class FedEve(Part):
         return {"m": zeros_like(w), "var": zero, "gain": zero, "period": zero, "client": zero}
 
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
-        return w + self.server_lr * s["m"], {}
+        return w.add(s["m"], alpha=self.server_lr), {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         assert r.spread is not None
@@ -56,7 +56,7 @@ class FedEve(Part):
         client = r.spread.to(update) / r.n
         prior = s["var"] + period
         gain = where(prior + client > 0, prior / (prior + client), ones_like(prior))
-        m = s["m"] + gain * (update - s["m"])
+        m = s["m"].lerp(update, float(gain))
         state = {"m": m, "var": (1 - gain) * prior}
         return self.server_lr * m, state | {"gain": gain, "period": period, "client": client}
 

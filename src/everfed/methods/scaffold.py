@@ -61,13 +61,12 @@ class Scaffold(Part):
         return Affine(c.down["c"] - self._own(c))
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
-        own = self._own(c)
+        own, task = self._own(c), c.mine["task"] * 0 + c.task
         if self.option == 1:
-            new = c.gradient(c.start)
+            dc = c.gradient(c.start).sub_(own)
         else:
-            new = (c.start - w).div_(c.steps * c.lr).add_(own).sub_(c.down["c"])
-        task = c.mine["task"] * 0 + c.task
-        return update, {"dc": new - own}, {"c": new, "task": task}
+            dc = (c.start - w).div_(c.lr * c.steps).sub_(c.down["c"])
+        return update, {"dc": dc}, {"c": own + dc, "task": task}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         return update, {"c": s["c"] + r["dc"] / r.population}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from everfed.data.table import Data
 from everfed.streams.stream import Stream
@@ -18,7 +17,7 @@ def counts(data: Data, ids: np.ndarray) -> np.ndarray:
     """Samples of each class; of all together where labels are not classes."""
     if not data.classes or data.y.dim() > 1:
         return np.array([len(ids)])
-    return np.bincount(data.y[torch.as_tensor(ids)].numpy(), minlength=data.classes)
+    return np.bincount(data.y.numpy()[np.asarray(ids, np.int64)], minlength=data.classes)
 
 
 def tally(stream: Stream, ids: np.ndarray) -> np.ndarray:
@@ -43,4 +42,4 @@ def held(stream: Stream, cohort: list[int], round_: int) -> dict[str, Any]:
 
 
 def _sparse(row: np.ndarray) -> dict[str, int]:
-    return {str(k): int(row[k]) for k in np.flatnonzero(row)}
+    return {str(k): n for k, n in enumerate(row.tolist()) if n}
