@@ -23,7 +23,7 @@ from everfed.local import Local
 from everfed.method import Reduced
 from everfed.methods import Taylor
 from everfed.methods.cfl_generative import langevin, prior, total_variation
-from everfed.methods.cfl_regularization import chosen
+from everfed.methods.cfl_regularization import chosen, kept
 from everfed.past import information_loss
 from everfed.records import collect
 from everfed.report.page import gather, render
