@@ -25,6 +25,7 @@ from everfed import config as configs
 from everfed.client import Ask, ClientProgram
 from everfed.engines import secure
 from everfed.engines.local import Answer, LocalEngine
+from everfed.engines.log import one_line, reason
 from everfed.engines.site import (
     NONE,
     STAGES,
@@ -110,7 +111,7 @@ class FlowerEngine:
             node = asked[reply.metadata.reply_to_message_id]
             del self.greeted[node]
             if reply.has_error():
-                log(WARNING, f"node {node} does not say who it is: {reply.error.reason}")
+                log(WARNING, f"node {node} does not say who it is: {reason(reply.error)}")
                 continue
             try:
                 client = client_of(str(reply.content.config_records["site"]["name"]))
@@ -123,7 +124,13 @@ class FlowerEngine:
             self.met.add(node)
 
     # asking ----------------------------------------------------------------------------------
-    def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
+    def ask(
+        self,
+        ask: Ask,
+        cohort: list[int],
+        states: Mapping[int, list[State]],
+        again: Callable[[], None],
+    ) -> Answer:
         """Ask until enough clients have answered; reduce in the order of their ids."""
         if self.terms.secure:
             return self._masked(ask, cohort, states)
@@ -138,6 +145,7 @@ class FlowerEngine:
             if attempt:
                 log(WARNING, f"round {ask.round + 1}: {self._short(good, cohort, silent)}; again")
                 self._await(missing, need - len(good))
+                again()
             silent = self._exchange(ask, missing, states, good, bad)
         if len(good) < need:
             raise EverfedError(
@@ -187,7 +195,7 @@ class FlowerEngine:
                 if client == NONE:
                     continue
                 if reply.has_error():
-                    silent[client] = reply.error.reason or f"error {reply.error.code}"
+                    silent[client] = reason(reply.error)
                     continue
                 try:
                     good[client] = open_reply(reply.content, ask, *self._expected(ask))
@@ -277,6 +285,7 @@ def _made(path: Path, context: Context) -> configs.Experiment:
 def server_app(config: str | Path, tests: Callable[[], Any] | None = None) -> ServerApp:
     """A ServerApp that runs a configuration's method; `tests` gives inputs and labels of every
     task to test on, where the data live at the sites."""
+    one_line()
     app = ServerApp()
 
     @app.main()
@@ -318,6 +327,7 @@ def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
     A site's name is `site` in the SuperNode's --node-config (in simulations the partition's
     number); `store` there is the folder of its state, `store-key` a file with a key to encrypt it.
     """
+    one_line()
     app = ClientApp(mods=[secaggplus_mod])
 
     @app.query("hello")
