@@ -102,6 +102,35 @@ def test_epsilon_is_recorded_for_every_exchange(digits):
     assert both["fedtrack"] == pytest.approx([epsilon(3.0, k, 1e-5) for k in (2, 4, 6, 8)])
 
 
+class Crash(Exception):
+    pass
+
+
+def test_a_release_that_a_crash_repeats_counts_twice(digits, tmp_path):
+    """Killed after two rounds and before any checkpoint: both are played again, on other noise."""
+
+    def die(progress):
+        if progress.round == 2:
+            raise Crash
+
+    def spent(secret, **more):
+        method = ef.methods.fedavg(average="uniform") + ef.methods.privacy(noise=3.0, secret=secret)
+        stream = ef.streams.domains(digits, clients=3, rounds=2)
+        folder = tmp_path / str(secret)
+        run = ef.run(method, stream, ef.models.mlp(64, 8, 10), folder=folder, workers=1, **more)
+        return [r["value"] for r in run.records if r["metric"] == "epsilon"]
+
+    for secret, releases in ((True, (3, 4, 5, 6)), (False, (1, 2, 3, 4))):
+        with pytest.raises(Crash):
+            spent(secret, checkpoint_seconds=1e9, on_round=die)
+        # on noise from the seed, the repeat is the same release to the last bit
+        expected = [epsilon(3.0, k, 1e-5) for k in releases]
+        assert spent(secret, resume=True) == pytest.approx(expected)
+    (tmp_path / "True" / "asked").unlink()
+    with pytest.raises(ef.EverfedError, match="counts 0 exchanges, and the run has had 4"):
+        spent(True, resume=True)
+
+
 def test_privacy_beside_every_method(digits):
     """Central noise goes with all that needs sums only; local noise with everything."""
     for name, entry in METHODS.items():

@@ -4,6 +4,7 @@
     records.jsonl        one measurement a line
     checkpoints/         the two newest states of the server
     clients/             client states by client and round, those the checkpoints refer to
+    asked                exchanges that were begun, where privacy is accounted for (see ledger.py)
     lock                 held while a process runs the folder
 
 Files are written beside their place and renamed into it; numbers are safetensors and JSON, never
@@ -151,6 +152,7 @@ class RunFolder:
         tensors["informed"] = torch.tensor(sorted(fed.informed), dtype=torch.int64)
         full = dict(meta) | {
             "round": fed.round,
+            "asked": fed.asked,
             "records": length,
             "parts": len(fed.parts),
             "clients": {str(k): v for k, v in self.versions.items()},
@@ -219,6 +221,7 @@ class RunFolder:
             informed=set(tensors.pop("informed").tolist()),
             parts=deep(tensors, meta["parts"]),
             round=meta["round"],
+            asked=meta.get("asked", 0),
         )
         self.versions = {int(k): v for k, v in meta["clients"].items()}
         for client, round_ in self.versions.items():

@@ -98,6 +98,8 @@ class Reduced:
     #: mean over coordinates of the cohort's variance around the (weighted) mean update
     spread: Tensor | None = None
     exchanges: int = 1  #: of which the round was made
+    repeated: int = 0  #: exchanges of the run that a crash had repeated
+    again: int = 0  #: times that some of an exchange's clients were asked once more
 
     def __getitem__(self, key: str) -> Tensor:
         return self.values[key]
