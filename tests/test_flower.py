@@ -7,6 +7,8 @@ import io
 import itertools
 import json
 import os
+import shutil
+import subprocess
 from logging import ERROR
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, 
 from flwr.common.logger import FLOWER_LOGGER, ConsoleHandler, log  # noqa: E402
 
 from everfed import config as configs  # noqa: E402
+from everfed import deploy  # noqa: E402
 from everfed.engines.flower import client_app, server_app  # noqa: E402
 from everfed.engines.site import RUNS, Store, run_folder  # noqa: E402
 from everfed.errors import EverfedError  # noqa: E402
@@ -531,6 +534,18 @@ def test_a_site_joins_although_rounds_last_longer_than_a_hello(place):
     server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
     records, _ = read_records(place.parent / "run")
     assert [r["value"] for r in records if r["metric"] == "clients"] == [2, 3, 3, 3]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_the_systemd_units_are_sound(tmp_path):
+    """In the template's place: settings that systemd knows, programs that are there."""
+    deploy.new(tmp_path / "hospital")
+    units = sorted((tmp_path / "hospital" / "deploy").glob("*.service"))
+    for unit in units:
+        unit.write_text(unit.read_text().replace("/opt/", f"{tmp_path}/"))
+    words = ["systemd-analyze", "verify", *map(str, units)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (len(units), done.returncode, done.stderr) == (2, 0, "")
 
 
 def test_data_that_live_at_the_sites(tmp_path):
