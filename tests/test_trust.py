@@ -1,4 +1,7 @@
-"""Privacy and robust aggregation: exact numbers, composition with methods, and attackers."""
+"""Privacy and robust aggregation: exact numbers, composition with methods, and attackers.
+
+As a program it prints the table of attackers in docs/trust.md: `python tests/test_trust.py`.
+"""
 
 from __future__ import annotations
 
@@ -295,3 +298,19 @@ def test_robust_aggregation_beside_other_methods():
         assert isinstance(game.rounds, Rounds)
     with pytest.raises(ef.EverfedError, match="does not go with FedEve"):
         ef.methods.fedeve() + ef.methods.median()
+
+
+def table() -> str:
+    """Markdown: accuracy in % under each attack, of the mean and of each defence."""
+    digits = ef.data.digits(["plain"])
+    methods = {"fedavg": ef.methods.fedavg(), **DEFENCES}
+    lines = ["| attack | " + " | ".join(f"`{name}`" for name in methods) + " |"]
+    lines.append("|---|" + "---:|" * len(methods))
+    for kind in ("none", "sign", "scaled", "labels"):
+        cells = [f"{100 * accuracy(method, digits, kind):.1f}" for method in methods.values()]
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
