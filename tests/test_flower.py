@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from logging import ERROR
 from pathlib import Path
 
@@ -395,6 +396,28 @@ def test_a_node_that_died_is_given_time_to_come_back(place):
     grid = Mortal(client_app(place), place.parent, ("0", "1", "2"), settings, die)
     server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
     assert np.array_equal(model(place.parent / "torn"), whole)
+
+
+def test_a_reply_that_never_becomes_whole_holds_nobody_up(place):
+    """Node 101 dies while it sends its reply of round 2: Flower's grid waits for the rest."""
+    for_ever = threading.Event()
+
+    class Slow(Loop):
+        def pull_messages(self, message_ids):
+            replies = super().pull_messages(message_ids)
+            for reply in replies:
+                if (reply.metadata.src_node_id, reply.metadata.group_id) == (101, "1"):
+                    for_ever.wait()
+            return replies
+
+    settings = {"set": "flower.quorum=0.6", "folder": str(place.parent / "run")}
+    grid = Slow(client_app(place), place.parent, ("0", "1", "2"), settings)
+    try:
+        server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
+    finally:
+        for_ever.set()
+    records, _ = read_records(place.parent / "run")
+    assert [r["value"] for r in records if r["metric"] == "clients"] == [3, 2, 3, 3]
 
 
 def test_too_few_sites_is_an_error_that_says_so(place):

@@ -24,6 +24,7 @@ from torch import Tensor
 from everfed import config as configs
 from everfed.client import Ask, ClientProgram
 from everfed.engines import secure
+from everfed.engines.inbox import Inbox
 from everfed.engines.local import Answer, LocalEngine
 from everfed.engines.log import one_line, reason
 from everfed.engines.site import (
@@ -63,6 +64,7 @@ class FlowerEngine:
 
     def __post_init__(self) -> None:
         self.tester = LocalEngine(self.program, 1)
+        self.hellos, self.replies = (Inbox(self.grid, self.terms.poll) for _ in range(2))
 
     def describe(self) -> str:
         return f"Flower, {len(self.nodes)} sites"
@@ -107,7 +109,7 @@ class FlowerEngine:
     def _hear(self, here: set[int]) -> None:
         """Take the answers of nodes that were asked who they are."""
         asked = {sent: node for node, sent in self.greeted.items()}
-        for reply in self.grid.pull_messages(list(asked)) if asked else ():
+        for reply in self.hellos.look(asked):
             node = asked[reply.metadata.reply_to_message_id]
             del self.greeted[node]
             if reply.has_error():
@@ -190,7 +192,7 @@ class FlowerEngine:
                 silent[client] = "is not connected"
         until = time.monotonic() + self.terms.deadline
         while waiting and time.monotonic() < until:
-            for reply in self.grid.pull_messages(list(waiting)):
+            for reply in self.replies.look(waiting):
                 client = waiting.pop(reply.metadata.reply_to_message_id, NONE)
                 if client == NONE:
                     continue
