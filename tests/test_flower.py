@@ -420,6 +420,26 @@ def test_a_reply_that_never_becomes_whole_holds_nobody_up(place):
     assert [r["value"] for r in records if r["metric"] == "clients"] == [3, 2, 3, 3]
 
 
+def test_a_reply_that_is_slow_to_come_in_is_pulled_once(place):
+    """Flower answers a second pull with an error: the reply is with the first one."""
+    pulled = []
+
+    class Slow(Loop):
+        def pull_messages(self, message_ids):
+            ids = list(message_ids)
+            twice = [m for m in self.requests if m.metadata.message_id in set(ids) & set(pulled)]
+            replies = super().pull_messages(ids)
+            pulled.extend(reply.metadata.reply_to_message_id for reply in replies)
+            threading.Event().wait(0.05 if replies else 0)  # many looks long
+            return replies + [Message(Error(1, "missing"), reply_to=m) for m in twice]
+
+    settings = {"set": "flower.deadline=60", "folder": str(place.parent / "run")}
+    grid = Slow(client_app(place), place.parent, ("0", "1", "2"), settings)
+    server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
+    records, _ = read_records(place.parent / "run")
+    assert [r["value"] for r in records if r["metric"] == "clients"] == [3, 3, 3, 3]
+
+
 def test_too_few_sites_is_an_error_that_says_so(place):
     with pytest.raises(EverfedError, match="2 of at least 3 sites"):
         federated(place, ["flower.wait=0.05"], sites=("0", "2"))

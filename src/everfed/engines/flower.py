@@ -110,8 +110,9 @@ class FlowerEngine:
         """Take the answers of nodes that were asked who they are."""
         asked = {sent: node for node, sent in self.greeted.items()}
         for reply in self.hellos.look(asked):
-            node = asked[reply.metadata.reply_to_message_id]
-            del self.greeted[node]
+            node = asked.get(reply.metadata.reply_to_message_id)
+            if node is None or self.greeted.pop(node, None) is None:
+                continue
             if reply.has_error():
                 log(WARNING, f"node {node} does not say who it is: {reason(reply.error)}")
                 continue

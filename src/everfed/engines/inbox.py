@@ -8,6 +8,7 @@ thread, so that neither the other replies nor the deadline have to.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -16,7 +17,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 #: requests of a look; Flower gives the replies of one request together, so one that is not whole
-#: keeps back its portion's, and they are asked for again as if they had not come
+#: keeps back those of its portion
 PORTIONS = 16
 
 
@@ -26,27 +27,31 @@ class Inbox:
     def __init__(self, grid: Grid, patience: float) -> None:
         self.grid, self.patience = grid, patience  #: seconds that a look takes at most
         self.found: SimpleQueue[Message | Exception] = SimpleQueue()
-        self.threads: list[Thread] = []
+        #: messages whose reply a thread is waiting for; asked for twice, Flower says it is missing
+        self.pulling: set[str] = set()
 
     def look(self, ids: Iterable[str]) -> list[Message]:
         """Replies to these messages that are whole; some may be to messages of earlier looks."""
-        asked = list(ids)
-        self.threads = [thread for thread in self.threads if thread.is_alive()]
-        if asked and len(self.threads) <= len(asked):  # more only wait for a link that is away
-            thread = Thread(target=self._pull, args=(asked,), daemon=True)
-            self.threads.append(thread)
+        free = [number for number in ids if number not in self.pulling]
+        size = max(1, math.ceil(len(free) / PORTIONS))
+        portions = [free[at : at + size] for at in range(0, len(free), size)]
+        threads = [Thread(target=self._pull, args=(own,), daemon=True) for own in portions]
+        self.pulling.update(free)
+        for thread in threads:
             thread.start()
-            thread.join(self.patience)
+        until = time.monotonic() + self.patience
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
         return self._whole()
 
     def _pull(self, ids: list[str]) -> None:
-        size = math.ceil(len(ids) / PORTIONS)
         try:
-            for at in range(0, len(ids), size):
-                for reply in self.grid.pull_messages(ids[at : at + size]):
-                    self.found.put(reply)
+            for reply in self.grid.pull_messages(ids):
+                self.found.put(reply)
         except Exception as error:
             self.found.put(error)
+        finally:
+            self.pulling.difference_update(ids)
 
     def _whole(self) -> list[Message]:
         out: list[Message] = []
