@@ -11,6 +11,7 @@ import logging
 import re
 
 from flwr.app import Error
+from flwr.common.constant import ErrorCode
 from flwr.common.logger import FLOWER_LOGGER
 
 from everfed.errors import EverfedError
@@ -36,7 +37,15 @@ def one_line() -> None:
         FLOWER_LOGGER.addFilter(OneLine())
 
 
+#: Flower's paragraphs on a message that has expired and on a node without a heartbeat
+SHORT = {
+    ErrorCode.MESSAGE_UNAVAILABLE: "no answer in time",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "no answer in time",
+    ErrorCode.NODE_UNAVAILABLE: "is not connected",
+}
+
+
 def reason(error: Error) -> str:
-    """Why a site's app has failed, without the Python type that Flower puts around our errors."""
-    text = error.reason or f"error {error.code}"
+    """Why there is no reply; of our errors without the Python type that Flower puts around them."""
+    text = SHORT.get(error.code) or error.reason or f"error {error.code}"
     return re.sub(r"^<class 'everfed\.[\w.]+'>:<'(.*)'>$", r"\1", text, flags=re.DOTALL)
