@@ -13,7 +13,6 @@ pickle. A checkpoint knows how long the records were, so a resumed run cuts off 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -23,7 +22,7 @@ from typing import IO, Any
 
 import torch
 
-from everfed.disk import deep, flat, pack, unpack, write
+from everfed.disk import deep, failed, flat, pack, unpack, write
 from everfed.errors import EverfedError
 from everfed.metrics import Record
 from everfed.records import read_config, read_records
@@ -90,7 +89,7 @@ class RunFolder:
             folder.records_path.touch()
             write(path / "config.json", json.dumps(config, indent=1, default=str).encode())
         except OSError as error:
-            raise _disk(error, path) from error
+            raise failed(error, path) from error
         return folder
 
     @staticmethod
@@ -126,7 +125,7 @@ class RunFolder:
             with open(self.records_path, "a") as file:
                 file.write("".join(json.dumps(record) + "\n" for record in records))
         except OSError as error:
-            raise _disk(error, self.path) from error
+            raise failed(error, self.path) from error
 
     def records(self) -> list[Record]:
         return read_records(self.path)[0]
@@ -137,7 +136,7 @@ class RunFolder:
         try:
             self._save(fed, changed, meta)
         except OSError as error:
-            raise _disk(error, self.path) from error
+            raise failed(error, self.path) from error
 
     def _save(self, fed: Federation, changed: Iterable[int], meta: Mapping[str, Any]) -> None:
         with open(self.records_path, "rb+") as file:
@@ -233,12 +232,3 @@ class RunFolder:
         """Drop what was recorded after a checkpoint."""
         with open(self.records_path, "rb+") as file:
             file.truncate(length)
-
-
-def _disk(error: OSError, path: Path) -> EverfedError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return EverfedError(
-            f"the disk of {path} is full; the last checkpoint is safe: free some space and "
-            f"'everfed resume {path}'"
-        )
-    return EverfedError(f"{path} cannot be written: {error.strerror or error}")

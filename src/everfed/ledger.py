@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from everfed.disk import sync
+from everfed.disk import failed, sync
 from everfed.errors import EverfedError
 
 
@@ -47,11 +47,12 @@ class Ledger:
         if self.path is None:
             return
         new = not self.path.exists()
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(file, letter)
-            os.fsync(file)
-        finally:
-            os.close(file)
-        if new:
-            sync(self.path.parent)
+            with open(self.path, "ab") as file:
+                file.write(letter)
+                file.flush()
+                os.fsync(file.fileno())
+            if new:
+                sync(self.path.parent)
+        except OSError as error:
+            raise failed(error, self.path.parent) from error

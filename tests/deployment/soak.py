@@ -32,7 +32,7 @@ ROUNDS, SECONDS = (3, 8), (0.0, 6.0)
 #: seconds in which a site's ClientApp is waited for, to be killed
 CHANCE = 5.0
 #: seconds without a new round after which the operator restarts the nodes
-SILENCE = 240.0
+SILENCE = 180.0
 #: seconds in which a submitted run begins, unless what should launch it was killed
 LAUNCH = 60.0
 
