@@ -5,6 +5,7 @@ Real processes on this machine with TLS and node keys; both do the same local wo
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -16,6 +17,9 @@ from pathlib import Path
 
 import flwr
 from run import PAGE, ROOT, machine, on_flower
+
+import everfed
+from everfed.engines.terms import Terms
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -102,17 +106,20 @@ def train(message, context):
 """
 SECTION = """## On Flower
 
-Made by `python benchmarks/flower_overhead.py` on {date}: seconds a round of a SuperLink and two
-SuperNodes on one machine (TLS, node keys), everfed's FedAvg and Flower's own strategy in turn on
-the same nodes, {repeats} runs of {rounds} rounds each after a first one that does not count. Both
-take one SGD step on 20 samples with the same model. The median, in brackets the smallest and the
-largest.
+Made by `python benchmarks/flower_overhead.py --rounds {rounds} --repeats {repeats}` on {date}:
+seconds a round of a SuperLink and two SuperNodes on one machine (TLS, node keys), everfed's FedAvg
+and Flower's own strategy in turn on the same nodes; of every run the first round does not count.
+Both take one SGD step on {samples} samples with the same model. The median, in brackets the
+smallest and the largest of {counted} rounds.
 
-Machine: {machine}, Flower {flower}.
+Machine: {machine}, everfed {everfed}, Flower {flower}; load average before the run {load:.1f}.
 
 | model | everfed | Flower's FedAvg | ratio |
 |---|---:|---:|---:|
 {rows}
+
+Both start a Python process with torch at every site in every round. Flower's own strategy looks for
+answers every 3 s, everfed every {poll:g} s (`poll`).
 """
 
 
@@ -154,7 +161,11 @@ def apps(federation: Federation, size: int, rounds: int) -> tuple[App, App]:
     return own, other
 
 
-def section(times: dict[int, tuple[list[float], list[float]]], rounds: int, repeats: int) -> str:
+def section(
+    times: dict[int, tuple[list[float], list[float]]], rounds: int, repeats: int, load: float
+) -> str:
+    """The page's section."""
+
     def cell(values: list[float]) -> str:
         return f"{statistics.median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
 
@@ -164,8 +175,9 @@ def section(times: dict[int, tuple[list[float], list[float]]], rounds: int, repe
         for size, (own, other) in times.items()
     ]
     return SECTION.format(
-        date=date.today(), repeats=repeats, rounds=rounds, machine=machine(),
-        flower=flwr.__version__, rows="\n".join(rows),
+        date=date.today(), repeats=repeats, rounds=rounds, counted=repeats * rounds,
+        samples=SAMPLES, machine=machine(), everfed=everfed.__version__, flower=flwr.__version__,
+        load=load, rows="\n".join(rows), poll=Terms().poll,
     )  # fmt: skip
 
 
@@ -174,6 +186,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     times: dict[int, tuple[list[float], list[float]]] = {size: ([], []) for size in WIDTHS}
     with tempfile.TemporaryDirectory(prefix="everfed-overhead-") as folder:
         federation = Federation(Path(folder))
@@ -187,7 +200,7 @@ def main() -> None:
                     print(f"turn {turn + 1}, {size} MB: {times[size]}", flush=True)
         finally:
             federation.stop()
-    text = section(times, options.rounds, options.repeats)
+    text = section(times, options.rounds, options.repeats, load)
     page = PAGE.read_text().replace(on_flower(), "")
     PAGE.write_text(f"{page.rstrip()}\n\n{text}")
     print(text)

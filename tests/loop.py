@@ -76,4 +76,5 @@ class Loop(Grid):
         return sent
 
     def pull_messages(self, message_ids):
-        return [self.replies.pop(i) for i in list(message_ids) if i in self.replies]
+        taken = [self.replies.pop(i, None) for i in list(message_ids)]
+        return [reply for reply in taken if reply is not None]

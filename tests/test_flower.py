@@ -3,9 +3,14 @@ nothing lost or counted twice whatever happens to replies, sites and the server.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
+import shutil
+import subprocess
+import threading
+from logging import ERROR
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +20,16 @@ import torch
 flwr = pytest.importorskip("flwr", reason="needs everfed[flower]")
 
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict  # noqa: E402
+from flwr.common.logger import FLOWER_LOGGER, ConsoleHandler, log  # noqa: E402
 
 from everfed import config as configs  # noqa: E402
+from everfed import deploy  # noqa: E402
 from everfed.engines.flower import client_app, server_app  # noqa: E402
 from everfed.engines.site import RUNS, Store, run_folder  # noqa: E402
 from everfed.errors import EverfedError  # noqa: E402
 from everfed.folder import RunFolder  # noqa: E402
 from everfed.methods import METHODS  # noqa: E402
+from everfed.methods.privacy import epsilon  # noqa: E402
 from everfed.records import read_records  # noqa: E402
 from loop import Loop  # noqa: E402
 
@@ -175,6 +183,68 @@ def test_a_server_that_dies_anywhere_goes_on_to_the_same_model(place, method):
         assert np.array_equal(torn, whole)
         timeless = [[r for r in log if r["metric"] != "seconds"] for log in (again, records)]
         assert timeless[0] == timeless[1]
+
+
+PRIVATE = "plus=[{name='privacy', noise=3.0, where='central'}]"
+
+
+def spent(records):
+    """Releases behind the epsilon of each round."""
+    known = {epsilon(3.0, k, 1e-5): k for k in range(1, 20)}
+    return [known[r["value"]] for r in records if r["metric"] == "epsilon"]
+
+
+def test_a_probe_that_was_answered_before_a_crash_counts(place):
+    """The server dies when the clients have the mean of the first exchange: the repeat is another
+    release of both exchanges, which were begun."""
+    changes = ["method.name=fedtrack", "method.average=uniform", f"method.{PRIVATE}"]
+
+    def die(site, message, reply):
+        if (message.metadata.message_type, message.metadata.group_id) == ("train.train", "1"):
+            raise Crash
+        return reply
+
+    with pytest.raises(Crash):
+        federated(place, changes, die)
+    _, records, _ = federated(place, changes)
+    assert spent(records) == [2, 6, 8, 10]
+
+
+def test_a_crash_between_aggregation_and_checkpoint_counts(place, monkeypatch):
+    changes = ["method.name=fedavg", "method.average=uniform", f"method.{PRIVATE}"]
+    save = RunFolder.save
+
+    def die(folder, fed, *more):
+        if fed.round == 2:
+            raise Crash
+        save(folder, fed, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save", die)
+        with pytest.raises(Crash):
+            federated(place, changes)
+    _, records, _ = federated(place, changes)
+    assert spent(records) == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("where", "releases"), [("central", [1, 2, 3, 4]), ("local", [1, 3, 4, 5])]
+)
+def test_a_site_that_is_asked_again_adds_other_noise(place, where, releases):
+    """With local noise the upload that got lost may have been seen; with central noise only the
+    server, which is trusted then."""
+    private = PRIVATE.replace("central", where)
+    changes = ["method.name=fedavg", "method.average=uniform", f"method.{private}"]
+    lost = []
+
+    def lose(site, message, reply):
+        if (site, message.metadata.group_id) == ("1", "1") and not lost:
+            lost.append(reply)
+            return None
+        return reply
+
+    _, records, _ = federated(place, [*changes, "flower.quorum=1.0"], lose)
+    assert spent(records) == releases
 
 
 def test_a_run_never_takes_another_runs_states(place):
@@ -343,9 +413,94 @@ def test_a_node_that_died_is_given_time_to_come_back(place):
     assert np.array_equal(model(place.parent / "torn"), whole)
 
 
+def test_a_reply_that_never_becomes_whole_holds_nobody_up(place):
+    """Node 101 dies while it sends its reply of round 2: Flower's grid waits for the rest."""
+    for_ever = threading.Event()
+
+    class Slow(Loop):
+        def pull_messages(self, message_ids):
+            replies = super().pull_messages(message_ids)
+            for reply in replies:
+                if (reply.metadata.src_node_id, reply.metadata.group_id) == (101, "1"):
+                    for_ever.wait()
+            return replies
+
+    settings = {"set": "flower.quorum=0.6", "folder": str(place.parent / "run")}
+    grid = Slow(client_app(place), place.parent, ("0", "1", "2"), settings)
+    try:
+        server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
+    finally:
+        for_ever.set()
+    records, _ = read_records(place.parent / "run")
+    assert [r["value"] for r in records if r["metric"] == "clients"] == [3, 2, 3, 3]
+
+
+def test_a_reply_that_is_slow_to_come_in_is_pulled_once(place):
+    """Flower answers a second pull with an error: the reply is with the first one."""
+    pulled = []
+
+    class Slow(Loop):
+        def pull_messages(self, message_ids):
+            ids = list(message_ids)
+            twice = [m for m in self.requests if m.metadata.message_id in set(ids) & set(pulled)]
+            replies = super().pull_messages(ids)
+            pulled.extend(reply.metadata.reply_to_message_id for reply in replies)
+            threading.Event().wait(0.05 if replies else 0)  # many looks long
+            return replies + [Message(Error(1, "missing"), reply_to=m) for m in twice]
+
+    settings = {"set": "flower.deadline=60", "folder": str(place.parent / "run")}
+    grid = Slow(client_app(place), place.parent, ("0", "1", "2"), settings)
+    server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
+    records, _ = read_records(place.parent / "run")
+    assert [r["value"] for r in records if r["metric"] == "clients"] == [3, 3, 3, 3]
+
+
 def test_too_few_sites_is_an_error_that_says_so(place):
     with pytest.raises(EverfedError, match="2 of at least 3 sites"):
         federated(place, ["flower.wait=0.05"], sites=("0", "2"))
+
+
+def test_the_log_of_a_failed_run_ends_in_one_line(place):
+    """Logged as Flower's process does it: our errors without traceback and exit code, bugs as ever."""
+    out = io.StringIO()
+    handler = ConsoleHandler(colored=False, stream=out)
+    FLOWER_LOGGER.addHandler(handler)
+    try:
+        for wrong, error in (("flower.wait=0.05", EverfedError), ("local.epoch=1", EverfedError)):
+            with pytest.raises(error) as caught:
+                federated(place, [wrong], sites=("0", "2"))
+            log(ERROR, "%s raised an exception", "ServerApp", exc_info=caught.value)
+            log(ERROR, "Exit Code: 201\nAn unhandled exception occurred in the ServerApp.")
+        *_, few, setting = out.getvalue().splitlines()
+        assert few.endswith(
+            "2 of at least 3 sites are connected after 0.05 s; the run can be resumed"
+        )
+        assert "unknown key local.epoch; did you mean 'epochs'?" in setting
+        assert "Traceback" not in out.getvalue()
+        log(ERROR, "ServerApp raised an exception", exc_info=ZeroDivisionError("a bug"))
+        log(ERROR, "Exit Code: 201")
+        assert "ZeroDivisionError: a bug" in out.getvalue()
+        assert out.getvalue().endswith("Exit Code: 201\n")
+    finally:
+        FLOWER_LOGGER.removeHandler(handler)
+
+
+def test_a_sites_own_words_reach_the_server(place):
+    """Flower wraps an app's exception; the operator reads what the site has said."""
+
+    class Wrapped(Loop):
+        def push_messages(self, messages):
+            sent = super().push_messages(messages)
+            for message, number in zip(messages, sent, strict=True):
+                if message.metadata.message_type != "query.hello":
+                    text = "<class 'everfed.errors.EverfedError'>:<'the store's key is not one'>"
+                    self.replies[number] = Message(Error(2, text), reply_to=message)
+            return sent
+
+    settings = {"set": "flower.retries=0", "folder": str(place.parent / "run")}
+    grid = Wrapped(client_app(place), place.parent, ("0", "1", "2"), settings)
+    with pytest.raises(EverfedError, match=r"client 0: the store's key is not one; client 1: "):
+        server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
 
 
 def test_a_site_that_lost_its_disk_begins_anew(place, caplog):
@@ -437,6 +592,18 @@ def test_a_site_joins_although_rounds_last_longer_than_a_hello(place):
     server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
     records, _ = read_records(place.parent / "run")
     assert [r["value"] for r in records if r["metric"] == "clients"] == [2, 3, 3, 3]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_the_systemd_units_are_sound(tmp_path):
+    """In the template's place: settings that systemd knows, programs that are there."""
+    deploy.new(tmp_path / "hospital")
+    units = sorted((tmp_path / "hospital" / "deploy").glob("*.service"))
+    for unit in units:
+        unit.write_text(unit.read_text().replace("/opt/", f"{tmp_path}/"))
+    words = ["systemd-analyze", "verify", *map(str, units)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (len(units), done.returncode, done.stderr) == (2, 0, "")
 
 
 def test_data_that_live_at_the_sites(tmp_path):

@@ -1,4 +1,7 @@
-"""Privacy and robust aggregation: exact numbers, composition with methods, and attackers."""
+"""Privacy and robust aggregation: exact numbers, composition with methods, and attackers.
+
+As a program it prints the table of attackers in docs/trust.md: `python tests/test_trust.py`.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +103,35 @@ def test_epsilon_is_recorded_for_every_exchange(digits):
         assert not [r for r in run.records if r["metric"] == "train_loss"]
     assert both["fedavg"] == pytest.approx([epsilon(3.0, k, 1e-5) for k in (1, 2, 3, 4)])
     assert both["fedtrack"] == pytest.approx([epsilon(3.0, k, 1e-5) for k in (2, 4, 6, 8)])
+
+
+class Crash(Exception):
+    pass
+
+
+def test_a_release_that_a_crash_repeats_counts_twice(digits, tmp_path):
+    """Killed after two rounds and before any checkpoint: both are played again, on other noise."""
+
+    def die(progress):
+        if progress.round == 2:
+            raise Crash
+
+    def spent(secret, **more):
+        method = ef.methods.fedavg(average="uniform") + ef.methods.privacy(noise=3.0, secret=secret)
+        stream = ef.streams.domains(digits, clients=3, rounds=2)
+        folder = tmp_path / str(secret)
+        run = ef.run(method, stream, ef.models.mlp(64, 8, 10), folder=folder, workers=1, **more)
+        return [r["value"] for r in run.records if r["metric"] == "epsilon"]
+
+    for secret, releases in ((True, (3, 4, 5, 6)), (False, (1, 2, 3, 4))):
+        with pytest.raises(Crash):
+            spent(secret, checkpoint_seconds=1e9, on_round=die)
+        # on noise from the seed, the repeat is the same release to the last bit
+        expected = [epsilon(3.0, k, 1e-5) for k in releases]
+        assert spent(secret, resume=True) == pytest.approx(expected)
+    (tmp_path / "True" / "asked").unlink()
+    with pytest.raises(ef.EverfedError, match="counts 0 exchanges, and the run has had 4"):
+        spent(True, resume=True)
 
 
 def test_privacy_beside_every_method(digits):
@@ -266,3 +298,19 @@ def test_robust_aggregation_beside_other_methods():
         assert isinstance(game.rounds, Rounds)
     with pytest.raises(ef.EverfedError, match="does not go with FedEve"):
         ef.methods.fedeve() + ef.methods.median()
+
+
+def table() -> str:
+    """Markdown: accuracy in % under each attack, of the mean and of each defence."""
+    digits = ef.data.digits(["plain"])
+    methods = {"fedavg": ef.methods.fedavg(), **DEFENCES}
+    lines = ["| attack | " + " | ".join(f"`{name}`" for name in methods) + " |"]
+    lines.append("|---|" + "---:|" * len(methods))
+    for kind in ("none", "sign", "scaled", "labels"):
+        cells = [f"{100 * accuracy(method, digits, kind):.1f}" for method in methods.values()]
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from everfed.errors import EverfedError
 from everfed.method import State
 
 
@@ -72,8 +74,23 @@ def write(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Have the names of a folder's files on disk."""
+    directory = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def failed(error: OSError, path: Path) -> EverfedError:
+    """What to say when a run's folder cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return EverfedError(
+            f"the disk of {path} is full; the last checkpoint is safe: free some space and "
+            f"'everfed resume {path}'"
+        )
+    return EverfedError(f"{path} cannot be written: {error.strerror or error}")

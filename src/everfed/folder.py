@@ -4,6 +4,7 @@
     records.jsonl        one measurement a line
     checkpoints/         the two newest states of the server
     clients/             client states by client and round, those the checkpoints refer to
+    asked                exchanges that were begun, where privacy is accounted for (see ledger.py)
     lock                 held while a process runs the folder
 
 Files are written beside their place and renamed into it; numbers are safetensors and JSON, never
@@ -12,7 +13,6 @@ pickle. A checkpoint knows how long the records were, so a resumed run cuts off 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import torch
 
-from everfed.disk import deep, flat, pack, unpack, write
+from everfed.disk import deep, failed, flat, pack, unpack, write
 from everfed.errors import EverfedError
 from everfed.metrics import Record
 from everfed.records import read_config, read_records
@@ -91,7 +91,7 @@ class RunFolder:
             folder.records_path.touch()
             write(path / "config.json", json.dumps(config, indent=1, default=str).encode())
         except OSError as error:
-            raise _disk(error, path) from error
+            raise failed(error, path) from error
         return folder
 
     @staticmethod
@@ -131,7 +131,7 @@ class RunFolder:
             while rest:
                 rest = rest[file.write(rest) :]
         except OSError as error:
-            raise _disk(error, self.path) from error
+            raise failed(error, self.path) from error
 
     def _open_records(self) -> FileIO:
         """Kept open, and without a buffer: what is appended can be read at once."""
@@ -148,7 +148,7 @@ class RunFolder:
         try:
             self._save(fed, changed, meta)
         except OSError as error:
-            raise _disk(error, self.path) from error
+            raise failed(error, self.path) from error
 
     def _save(self, fed: Federation, changed: Iterable[int], meta: Mapping[str, Any]) -> None:
         file = self._open_records()
@@ -163,6 +163,7 @@ class RunFolder:
         tensors["informed"] = torch.tensor(sorted(fed.informed), dtype=torch.int64)
         full = dict(meta) | {
             "round": fed.round,
+            "asked": fed.asked,
             "records": length,
             "parts": len(fed.parts),
             "clients": {str(k): v for k, v in self.versions.items()},
@@ -231,6 +232,7 @@ class RunFolder:
             informed=set(tensors.pop("informed").tolist()),
             parts=deep(tensors, meta["parts"]),
             round=meta["round"],
+            asked=meta.get("asked", 0),
         )
         self.versions = {int(k): v for k, v in meta["clients"].items()}
         for client, round_ in self.versions.items():
@@ -242,12 +244,3 @@ class RunFolder:
         """Drop what was recorded after a checkpoint."""
         with open(self.records_path, "rb+") as file:
             file.truncate(length)
-
-
-def _disk(error: OSError, path: Path) -> EverfedError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return EverfedError(
-            f"the disk of {path} is full; the last checkpoint is safe: free some space and "
-            f"'everfed resume {path}'"
-        )
-    return EverfedError(f"{path} cannot be written: {error.strerror or error}")

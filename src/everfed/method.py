@@ -147,6 +147,8 @@ class Reduced:
     spread: Tensor | None = None
     exchanges: int = 1  #: of which the round was made
     clients: tuple[int, ...] = ()  #: whose replies count, in the order of stacked uploads
+    repeated: int = 0  #: exchanges of the run that a crash had repeated
+    again: int = 0  #: times that some of an exchange's clients were asked once more
 
     def __getitem__(self, key: str) -> Tensor:
         return self.values[key]

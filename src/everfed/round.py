@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from everfed.chance import rng, torch_seed
 from everfed.client import Ask, Exchange
 from everfed.engines.local import Answer, ClientStates
 from everfed.errors import EverfedError
+from everfed.ledger import Ledger
 from everfed.local import Local
 from everfed.method import Method, Reduced, State
 from everfed.reduce import cohort_spread
@@ -23,8 +24,15 @@ from everfed.streams.stream import Stream
 class Engine(Protocol):
     """Where clients are asked."""
 
-    def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
-        """Have every client of the cohort answer, and reduce what they send."""
+    def ask(
+        self,
+        ask: Ask,
+        cohort: list[int],
+        states: Mapping[int, list[State]],
+        again: Callable[[], None],
+    ) -> Answer:
+        """Have every client of the cohort answer, and reduce what they send; `again` is called
+        before any of them is asked once more."""
         ...
 
     def online(self, round_: int) -> np.ndarray | None:
@@ -63,6 +71,7 @@ class Federation:
     #: clients that hold this task's extras already
     informed: set[int] = field(default_factory=set)
     round: int = 0  #: rounds done
+    asked: int = 0  #: exchanges done
 
 
 @dataclass
@@ -103,6 +112,7 @@ class Rounds:
     engine: Engine
     sample: int | None
     seed: int
+    ledger: Ledger = field(default_factory=Ledger)
 
     def play(self, fed: Federation) -> Events:
         """One round, in place. If no client's reply counts, the model stays as it was."""
@@ -167,6 +177,7 @@ class Rounds:
             ended = replace(fed, round=fed.round - 1)
             down: list[State] = [{} for _ in self.method.parts]
             answer = self._ask("close", ended, fed.w, down, cohort, events)
+            fed.asked = ended.asked
             events.values["mb_down"] = _megabytes([{"w": fed.w}]) * len(cohort)
             self._keep(fed, answer, events)
             if answer.reducer.n >= self.method.least:
@@ -200,7 +211,9 @@ class Rounds:
         length = self.stream.length(task) if self.local.reset else self.stream.rounds
         rate = self.local.rate(at, length)
         ask = Ask(exchange, fed.round, task, rate, start, fed.buffers, down)
-        answer = self.engine.ask(ask, cohort, fed.clients)
+        self.ledger.begin()
+        fed.asked += 1
+        answer = self.engine.ask(ask, cohort, fed.clients, self.ledger.repeat)
         values = events.values
         values["mb_up"] = values.get("mb_up", 0.0) + answer.sent_up / 1e6
         if answer.empty:
@@ -260,6 +273,8 @@ class Rounds:
                     spread,
                     self.method.needs.exchanges,
                     tuple(sorted(answer.mine)),
+                    self.ledger.begun - fed.asked,
+                    self.ledger.again,
                 )
             )
         return out

@@ -32,6 +32,7 @@ from everfed.engines import pool
 from everfed.engines.local import LocalEngine, workers_for
 from everfed.errors import EverfedError
 from everfed.folder import Checkpoint, RunFolder
+from everfed.ledger import Ledger
 from everfed.local import Local
 from everfed.loggers import Begun, Logger, Loggers
 from everfed.method import Method, State
@@ -207,8 +208,10 @@ def run(
             made, meta = _local_engine(program, workers, sample, found, notes)
         else:
             made, meta = engine(program), {}
+        private = place is not None and bool(method.using("seal"))
+        ledger = Ledger(place.path / "asked" if place and private else None)
         session = Session(
-            Rounds(method, stream, settings, made, sample, seed),
+            Rounds(method, stream, settings, made, sample, seed, ledger),
             made,
             place,
             meta,
@@ -289,8 +292,9 @@ class Session:
         """A fresh state, or that of a checkpoint with the records up to it."""
         if found:
             assert self.folder is not None
-            self.folder.cut_records(found.meta["records"])
             fed = found.fed
+            self.rounds.ledger.go_on(fed.asked)
+            self.folder.cut_records(found.meta["records"])
             fed.w, fed.buffers = fed.w.to(compute.device), fed.buffers.to(compute.device)
             fed.parts = _on_device(fed.parts, fed.w)
             fed.clients = {i: _on_device(own, fed.w) for i, own in fed.clients.items()}

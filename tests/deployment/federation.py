@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from deployment import warm
 from everfed import config as configs
 from everfed import deploy, keys
 from everfed.folder import RunFolder
@@ -54,9 +55,9 @@ def wait_for(
 
 
 class Federation:
-    """Processes and files of one federation."""
+    """Processes and files of one federation; `warmed`: its apps start without imports."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, warmed: bool = False) -> None:
         self.folder, self.port = folder, free_port()
         self.home = App(self, folder / "home", "")  # its scripts and keys serve all apps
         self.keys = self.home.folder / "keys"
@@ -72,6 +73,9 @@ class Federation:
                 "EVERFED_STORE": str(folder / "states"),
                 "PATH": f"{BIN}:{os.environ['PATH']}"}  # fmt: skip
         self.env = os.environ | more
+        if warmed:
+            warm.install(folder / "bin")
+            self.env["PATH"] = f"{folder / 'bin'}:{self.env['PATH']}"
         self.link: subprocess.Popen[bytes] | None = None
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -153,10 +157,11 @@ class Federation:
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 environment = (entry / "environ").read_bytes()
+                names = {(entry / "comm").read_text().strip()}
             except OSError:
                 continue
-            named = any(Path(word.decode(errors="replace")).name == program for word in words[:2])
-            if named and mine in environment:
+            names |= {Path(word.decode(errors="replace")).name for word in words[:2]}
+            if program in names and mine in environment:
                 found.append(int(entry.name))
         return found
 

@@ -28,9 +28,11 @@ from everfed.records import read_records
 SITES = ("0", "1", "2")
 KINDS = ("node", "ClientApp", "ServerApp", "link")
 #: rounds between two kills, and seconds into a round at which the next one comes
-ROUNDS, SECONDS = (2, 6), (0.0, 10.0)
+ROUNDS, SECONDS = (3, 8), (0.0, 6.0)
+#: seconds in which a site's ClientApp is waited for, to be killed
+CHANCE = 5.0
 #: seconds without a new round after which the operator restarts the nodes
-SILENCE = 240.0
+SILENCE = 180.0
 #: seconds in which a submitted run begins, unless what should launch it was killed
 LAUNCH = 60.0
 
@@ -63,7 +65,7 @@ class Soak:
         what, site = self.deck[-1], self.random.choice(SITES)
         if what == "node":
             self.federation.kill_node(site)
-        elif what == "ClientApp" and not self.federation.kill_client_app(site):
+        elif what == "ClientApp" and not self.kill_client_app(site):
             return ""
         elif what == "ServerApp":
             self.federation.kill_server_app()
@@ -71,6 +73,15 @@ class Soak:
             self.federation.kill_link()
         self.kills[self.deck.pop()] += 1
         return f"{what} {site}" if what in ("node", "ClientApp") else what
+
+    def kill_client_app(self, site: str) -> bool:
+        """Kill a site's next ClientApp: it lives for a second or two."""
+        until = time.monotonic() + CHANCE
+        while time.monotonic() < until:
+            if self.federation.kill_client_app(site):
+                return True
+            time.sleep(0.05)
+        return False
 
     def play(self, minutes: float) -> None:
         """Kill until the rounds are done or the time is up."""
@@ -133,12 +144,12 @@ class Soak:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--minutes", type=float, default=90.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)  # of the reference in this process
     with tempfile.TemporaryDirectory(prefix="everfed-soak-") as folder:
-        federation = Federation(Path(folder))
+        federation = Federation(Path(folder), warmed=True)
         try:
             soak = Soak(federation, options.rounds, options.seed)
             soak.play(options.minutes)

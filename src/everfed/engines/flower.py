@@ -1,8 +1,4 @@
-"""Any method on Flower: the same round loop in a ServerApp, the same client program in a ClientApp.
-
-Requests and replies are Flower messages of arrays and plain values, no pickle; a reply's keys,
-types and shapes are checked before its numbers are read.
-"""
+"""Any method on Flower: the same rounds in a ServerApp, the same client program in a ClientApp."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
@@ -28,11 +24,12 @@ from torch import Tensor
 from everfed import config as configs
 from everfed.client import Ask, ClientProgram
 from everfed.engines import secure
+from everfed.engines.inbox import Inbox
 from everfed.engines.local import Answer, LocalEngine
+from everfed.engines.log import one_line, reason
 from everfed.engines.site import (
     NONE,
     STAGES,
-    Answered,
     Samples,
     Site,
     Store,
@@ -41,6 +38,7 @@ from everfed.engines.site import (
     run_name,
 )
 from everfed.engines.terms import Terms
+from everfed.engines.wire import Opened, open_reply, unwrap, vectors, whole, wrap, wrap_reply
 from everfed.errors import EverfedError
 from everfed.method import Method, State
 from everfed.reduce import kinds, reducer
@@ -49,118 +47,6 @@ from everfed.streams.sites import tested
 from everfed.streams.stream import Stream
 
 HELLO = "query.hello"
-#: numbers that an upload of unknown length may have, unless the model has more
-SMALL = 1024
-
-
-# on the wire ---------------------------------------------------------------------------------
-def _arrays(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    return ArrayRecord({key: Array(value.detach().cpu().numpy()) for key, value in tensors.items()})
-
-
-def _tensor(array: Array) -> Tensor:
-    return torch.from_numpy(np.require(array.numpy(), requirements=("C", "W")))
-
-
-def vectors(ask: Ask) -> dict[str, ArrayRecord]:
-    """The model and the extras of a request, the same for every client."""
-    extras = {f"{i}.{key}": v for i, own in enumerate(ask.down) for key, v in own.items()}
-    model = {"start": ask.start, "buffers": ask.buffers}
-    return {"model": _arrays(model), "extras": _arrays(extras)}
-
-
-def wrap(ask: Ask, run: str, token: int, shared: Mapping[str, ArrayRecord]) -> RecordDict:
-    """A request as a message's content; `run` and `token` name the client's state to go on from."""
-    said: dict[str, Any] = {"exchange": ask.exchange, "round": ask.round, "task": ask.task}
-    said |= {"lr": ask.lr, "parts": len(ask.down), "run": run, "token": token}
-    return RecordDict({**shared, "ask": ConfigRecord(said)})
-
-
-def unwrap(content: RecordDict) -> tuple[Ask, str, int]:
-    """The way back from `wrap`."""
-    said, model = content.config_records["ask"], content.array_records["model"]
-    down: list[State] = [{} for _ in range(_whole(said["parts"]))]
-    for name, array in content.array_records["extras"].items():
-        i, _, key = name.partition(".")
-        down[int(i)][key] = _tensor(array)
-    exchange: Any = said["exchange"]
-    ask = Ask(
-        exchange, _whole(said["round"]), _whole(said["task"]), float(said["lr"]),  # type: ignore[arg-type]
-        _tensor(model["start"]), _tensor(model["buffers"]), down,
-    )  # fmt: skip
-    return ask, str(said["run"]), _whole(said["token"])
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int):
-        raise EverfedError(f"a whole number was expected on the wire, not {value!r}")
-    return value
-
-
-def wrap_reply(ask: Ask, answered: Answered) -> RecordDict:
-    """A site's answer as a message's content."""
-    reply = answered.reply
-    said: dict[str, Any] = {"round": ask.round, "exchange": ask.exchange, "token": answered.token}
-    said |= {"empty": reply is None, "lost": answered.lost}
-    content = RecordDict({"site": ConfigRecord(said)})
-    if reply is not None:
-        content["uploads"] = _arrays({key: value[0] for key, value in reply.uploads.items()})
-        numbers: dict[str, Any] = {"weight": float(reply.weights[0]), "loss": float(reply.loss[0])}
-        content["numbers"] = MetricRecord(numbers)
-    return content
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A reply that was checked."""
-
-    uploads: dict[str, Tensor]
-    weight: float
-    loss: float
-    token: int
-    empty: bool
-    lost: bool
-
-
-def open_reply(content: RecordDict, ask: Ask, shapes: Mapping[str, int], known: set[str]) -> Opened:
-    """Check a reply and read it; ValueError says what is wrong with it.
-
-    `shapes` are lengths that are known beforehand, `known` all keys that may be uploaded.
-    """
-    try:
-        said = content.config_records["site"]
-        token, lost, empty = _whole(said["token"]), said["lost"] is True, said["empty"] is True
-        if (said["round"], said["exchange"]) != (ask.round, ask.exchange):
-            raise ValueError(f"is an answer to {said['exchange']!r} of round {said['round']!r}")
-        if empty:
-            return Opened({}, 0.0, 0.0, token, True, lost)
-        numbers, arrays = content.metric_records["numbers"], content.array_records["uploads"]
-        weight, loss = float(numbers["weight"]), float(numbers["loss"])  # type: ignore[arg-type]
-    except (KeyError, TypeError, EverfedError) as error:
-        raise ValueError(f"is incomplete ({error})") from None
-    if not math.isfinite(weight) or weight <= 0:
-        raise ValueError(f"has the weight {weight}")
-    needed = {"update", "buffers"} if ask.exchange == "train" else set()
-    if not needed <= set(arrays) <= known:
-        raise ValueError(f"uploads {', '.join(sorted(arrays)) or 'nothing'}")
-    limit = max(SMALL, *shapes.values())
-    dtype = str(ask.start.numpy().dtype)
-    for key, array in arrays.items():
-        size = math.prod(array.shape)
-        right = size == shapes[key] if key in shapes else size <= limit
-        # a .npy file is its numbers and a short header
-        if not right or array.dtype != dtype or len(array.data) > size * 8 + 1024:
-            raise ValueError(f"uploads {key} as {array.dtype} of shape {tuple(array.shape)}")
-    uploads = {}
-    for key, array in arrays.items():
-        try:
-            value = _tensor(array)
-        except (TypeError, EOFError, OSError) as error:
-            raise ValueError(f"uploads {key} in a form that cannot be read") from error
-        if tuple(value.shape) != tuple(array.shape) or str(array.numpy().dtype) != dtype:
-            raise ValueError(f"uploads {key} otherwise than it says")
-        uploads[key] = value
-    return Opened(uploads, weight, loss, token, False, lost)
 
 
 # the server ----------------------------------------------------------------------------------
@@ -178,6 +64,7 @@ class FlowerEngine:
 
     def __post_init__(self) -> None:
         self.tester = LocalEngine(self.program, 1)
+        self.hellos, self.replies = (Inbox(self.grid, self.terms.poll) for _ in range(2))
 
     def describe(self) -> str:
         return f"Flower, {len(self.nodes)} sites"
@@ -230,11 +117,12 @@ class FlowerEngine:
     def _hear(self, here: set[int]) -> None:
         """Take the answers of nodes that were asked who they are."""
         asked = {sent: node for node, sent in self.greeted.items()}
-        for reply in self.grid.pull_messages(list(asked)) if asked else ():
-            node = asked[reply.metadata.reply_to_message_id]
-            del self.greeted[node]
+        for reply in self.hellos.look(asked):
+            node = asked.get(reply.metadata.reply_to_message_id)
+            if node is None or self.greeted.pop(node, None) is None:
+                continue
             if reply.has_error():
-                log(WARNING, f"node {node} does not say who it is: {reply.error.reason}")
+                log(WARNING, f"node {node} does not say who it is: {reason(reply.error)}")
                 continue
             try:
                 client = client_of(str(reply.content.config_records["site"]["name"]))
@@ -247,7 +135,13 @@ class FlowerEngine:
             self.met.add(node)
 
     # asking ----------------------------------------------------------------------------------
-    def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
+    def ask(
+        self,
+        ask: Ask,
+        cohort: list[int],
+        states: Mapping[int, list[State]],
+        again: Callable[[], None],
+    ) -> Answer:
         """Ask until enough clients have answered; reduce in the order of their ids."""
         if self.terms.secure:
             return self._masked(ask, cohort, states)
@@ -262,6 +156,7 @@ class FlowerEngine:
             if attempt:
                 log(WARNING, f"round {ask.round + 1}: {self._short(good, cohort, silent)}; again")
                 self._await(missing, need - len(good))
+                again()
             silent = self._exchange(ask, missing, states, good, bad)
         if len(good) < need:
             raise EverfedError(
@@ -306,12 +201,12 @@ class FlowerEngine:
                 silent[client] = "is not connected"
         until = time.monotonic() + self.terms.deadline
         while waiting and time.monotonic() < until:
-            for reply in self.grid.pull_messages(list(waiting)):
+            for reply in self.replies.look(waiting):
                 client = waiting.pop(reply.metadata.reply_to_message_id, NONE)
                 if client == NONE:
                     continue
                 if reply.has_error():
-                    silent[client] = reply.error.reason or f"error {reply.error.code}"
+                    silent[client] = reason(reply.error)
                     continue
                 try:
                     good[client] = open_reply(reply.content, ask, *self._expected(ask))
@@ -370,7 +265,7 @@ class FlowerEngine:
             )
         secure.fill(answer.reducer, results, ask.start, self.terms.range)
         for node, result in results.items():
-            token = _whole(result.metrics["token"])
+            token = whole(result.metrics["token"])
             answer.mine[clients[node]] = _state(token, self.program.method)
         sent = sum(4 * value.numel() for value in answer.reducer.sums.values())
         answer.sent_up = sent * answer.reducer.n
@@ -401,6 +296,7 @@ def _made(path: Path, context: Context) -> configs.Experiment:
 def server_app(config: str | Path, tests: Callable[[], Any] | None = None) -> ServerApp:
     """A ServerApp that runs a configuration's method; `tests` gives inputs and labels of every
     task to test on, where the data live at the sites."""
+    one_line()
     app = ServerApp()
 
     @app.main()
@@ -442,6 +338,7 @@ def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
     A site's name is `site` in the SuperNode's --node-config (in simulations the partition's
     number); `store` there is the folder of its state, `store-key` a file with a key to encrypt it.
     """
+    one_line()
     app = ClientApp(mods=[secaggplus_mod])
 
     @app.query("hello")

@@ -6,7 +6,7 @@ sequences are trained together, as batched products and grouped convolutions, ot
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +54,14 @@ class LocalEngine:
             grouping = "one client at a time"
         return f"{self.count} {plural} on {where.device.type}, {grouping}"
 
-    def ask(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
-        """Have every client of the cohort answer, and reduce what they send."""
+    def ask(
+        self,
+        ask: Ask,
+        cohort: list[int],
+        states: Mapping[int, list[State]],
+        again: Callable[[], None] | None = None,
+    ) -> Answer:
+        """Have every client of the cohort answer, at once, and reduce what they send."""
         make = self.program.job
         jobs = [make(client, ask.round, states.get(client), ask.start) for client in cohort]
         held = [job for job in jobs if len(job.ids)]

@@ -11,18 +11,22 @@ mean of n clients that count the same. Where a method reads the cohort's spread 
 is one more release, with N(0, (z C^2)^2).
 
 Each release is a Gaussian mechanism with noise multiplier z; epsilon at `delta` is composed by
-Renyi divergences (Google's dp-accounting) over all rounds played, lost ones too. It holds for a
-client whose uploads are left out (the cohort's size is public), whoever takes part: nothing is
-gained from sampling. Losses stay at home. The noise comes from the system's generator;
-`secret = False` takes it from the run's seed, which everybody knows: for experiments only.
+Renyi divergences (Google's dp-accounting) over all rounds played, lost ones too. An exchange that a
+crash makes the server repeat counts each time it was begun; so does, with local noise, each time
+that clients are asked again because an answer was lost. Epsilon holds for a client whose uploads
+are left out (the cohort's size is public), whoever takes part: nothing is gained from sampling.
+Losses stay at home. The noise's key comes from the system's generator; `secret = False` takes it
+from the run's seed, which everybody knows: for experiments only.
 """
 
 from __future__ import annotations
 
+import secrets
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
@@ -104,17 +108,17 @@ class Privacy(Part):
         return out | ({"plain": n * out["update"]} if "plain" in out else {})
 
     def _noise(self, like: Tensor, scale: float, chance: int) -> Tensor:
-        generator = torch.Generator()
-        if self.secret:
-            generator.seed()
-        else:
-            generator.manual_seed(chance)
-        drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64)
-        return (drawn * (self.noise * scale)).to(like)
+        # torch's own generator takes 32 bits of a seed, which can be tried out
+        key = secrets.randbits(128) if self.secret else chance
+        drawn = np.random.Generator(np.random.Philox(key=key)).standard_normal(like.shape)
+        return (torch.from_numpy(drawn) * (self.noise * scale)).to(like)
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        extra = r.spread is not None and self.where == "central"
-        return update, s | {"releases": tensor((r.round + 1) * (r.exchanges + extra))}
+        extra = int(r.spread is not None and self.where == "central")
+        releases = (r.round + 1) * (r.exchanges + extra)
+        if self.secret:  # on other noise a repeated release is another one
+            releases += r.repeated * (1 + extra) + (r.again if self.where == "local" else 0)
+        return update, s | {"releases": tensor(releases)}
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         return s | {"boundaries": s["boundaries"] + int(r.n > 0)}

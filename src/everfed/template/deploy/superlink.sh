@@ -1,6 +1,7 @@
 #!/bin/sh
 # The server's link: TLS, registered sites only, a database that outlives a crash.
-# Make the keys first:  everfed flower keys . --host THIS_HOST --site one --site two --site three
+# Sites on other machines reach it with  --host 0.0.0.0. Make the keys first:
+#  everfed flower keys . --host THIS_HOST --site one --site two --site three
 set -e
 here=$(cd "$(dirname "$0")/.." && pwd)
 export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
@@ -11,4 +12,5 @@ exec flower-superlink \
   --enable-supernode-auth \
   --database "$here/superlink.db" \
   --disable-runtime-dependency-installation \
+  --port 9092 \
   "$@"
