@@ -21,6 +21,7 @@ from everfed.errors import EverfedError
 
 if TYPE_CHECKING:
     from everfed.compare import Entry
+    from everfed.data import Data
     from everfed.runs import Progress as RoundProgress
 
 typer.core.HAS_RICH = False  # help is plain text, in which rich's escapes would be seen
@@ -74,6 +75,7 @@ def run(
     with _bars() as bars:
         finished = made.go(folder=place, on_round=_follow(bars, made.method.name))
     out.print(f"engine: {finished.engine}", highlight=False)
+    _notes(finished.notes)
     _show([place])
 
 
@@ -101,10 +103,10 @@ def compare(
     if seeds:
         more.append(f"compare.seeds=[{seeds}]")
     settings = configs.read(config, more)
-    configs.experiment(settings)  # a missing data file or an impossible stream is told at once
+    made = configs.experiment(settings)  # what is missing or impossible is told at once
     place = folder or _new_folder("compare")
     comparing.create(settings, place)
-    _run_all(settings, place, jobs)
+    _run_all(settings, place, jobs, made.stream.data)
 
 
 @app.command()
@@ -222,6 +224,7 @@ def stream(
     seen = look(made, settings.seed)
     said = f"{made.data.name}: {made.clients} clients, {made.rounds} rounds, seed {settings.seed}"
     out.print(said, markup=False, highlight=False, soft_wrap=True)
+    _notes(made.data.notes)
     out.print(seeing.table(seen, narrow=out.width < 120))
     out.print(seeing.EXPLAINED, style="dim", highlight=False)
     if len(seen.clients) < made.clients:
@@ -415,7 +418,7 @@ def _follow(bars: Any, name: str) -> Callable[[RoundProgress], None]:
     return tell
 
 
-def _run_all(settings: Any, folder: Path, jobs: int | None) -> None:
+def _run_all(settings: Any, folder: Path, jobs: int | None, read: Data | None = None) -> None:
     from everfed import compare as comparing
 
     entries = comparing.plan(settings, folder)
@@ -435,7 +438,7 @@ def _run_all(settings: Any, folder: Path, jobs: int | None) -> None:
                 own[entry.name] = bars.add_task(entry.name, total=progress.rounds, state="")
             bars.update(own[entry.name], completed=progress.round, state=_state(progress))
 
-        notes = comparing.run_all(settings, folder, jobs, listener)
+        notes = comparing.run_all(settings, folder, jobs, listener, read)
     _notes(notes)
     _show([folder])
 

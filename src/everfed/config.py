@@ -92,6 +92,16 @@ DATASETS: Builders = {
     "fashion_mnist": data.fashion_mnist,
     "mnist": data.mnist,
     "npz": data.npz,
+    "join": data.join_files,
+    "digit10": data.digit10,
+    "emnist_digits": data.emnist_digits,
+    "mnist_m": data.mnist_m,
+    "svhn": data.svhn,
+    "usps": data.usps,
+    "folders": data.folders,
+    "pacs": data.pacs,
+    "vlcs": data.vlcs,
+    "dn4il": data.dn4il,
     "sites": data.sites,
 }
 
@@ -267,16 +277,24 @@ def _local(base: Local, changes: Mapping[str, Any], where: str) -> Local:
         raise ConfigError(str(error)) from None
 
 
-def experiment(config: Config, method: str | None = None, seed: int | None = None) -> Experiment:
-    """Read the data and build everything a run needs (of another method or seed, if given)."""
-    folder = config.data_dir
+def table(config: Config) -> Data:
+    """Read the data."""
     takes_folder = "folder" in inspect.signature(DATASETS[config.data["name"]]).parameters
-    more = {"folder": folder} if takes_folder else {}
-    table = _build("data", DATASETS, config.data, **more)
-    stream = _build("stream", STREAMS, config.stream, table)
+    more = {"folder": config.data_dir} if takes_folder else {}
+    made: Data = _build("data", DATASETS, config.data, **more)
+    return made
+
+
+def experiment(
+    config: Config, method: str | None = None, seed: int | None = None, read: Data | None = None
+) -> Experiment:
+    """Build everything a run needs (of another method or seed, if given); the data are read, unless
+    they have been."""
+    samples = read or table(config)
+    stream = _build("stream", STREAMS, config.stream, samples)
     if config.sample and config.sample > stream.clients:
         raise ConfigError(f"sample is {config.sample}, but the stream has {stream.clients} clients")
-    model = _build("model", MODELS, config.model, table)
+    model = _build("model", MODELS, config.model, samples)
     section = {"name": method} if method else config.method
     chosen, local = method_of(section, config)
     options = {

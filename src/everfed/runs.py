@@ -74,7 +74,7 @@ class Run:
     model: nn.Module  #: the trained module, on the CPU, in evaluation mode
     engine: str  #: what computed it
     folder: Path | None = None  #: where it is kept
-    notes: tuple[str, ...] = ()  #: what was found when the run was resumed
+    notes: tuple[str, ...] = ()  #: on the data, and what was found when the run was resumed
     warnings: tuple[str, ...] = ()  #: the first of what went wrong in rounds
 
     @property
@@ -226,7 +226,7 @@ def run(
             load(trained, layout, vector.cpu())
         return Run(
             records, stream.tasks, fed.w, trained.eval(), made.describe(), home,
-            tuple(notes), (*session.warnings, *session.loggers.told()),
+            (*stream.data.notes, *notes), (*session.warnings, *session.loggers.told()),
         )  # fmt: skip
 
 
