@@ -21,6 +21,7 @@ from everfed.errors import EverfedError
 
 if TYPE_CHECKING:
     from everfed.compare import Entry
+    from everfed.config import Config
     from everfed.data import Data
     from everfed.runs import Progress as RoundProgress
 
@@ -275,15 +276,26 @@ def config_() -> None:
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="What to reproduce, as cfl-nqm.")],
+    name: Annotated[
+        str, typer.Argument(help="What to reproduce: cfl-nqm, special-digits or special-pacs.")
+    ],
     quick: Annotated[bool, typer.Option(help="Fewer seeds and rounds.")] = False,
 ) -> None:
-    """Run a paper's experiment anew and print ours beside the paper's figures."""
+    """Run a paper's experiment anew and print ours beside the paper's figures. Given again after an
+    interruption, it goes on."""
+    from everfed import compare as comparing
     from everfed.reproduce import find
+
+    def comparer(settings: Config, folder: Path) -> None:
+        if not (folder / "compare.json").exists():
+            comparing.create(settings, folder)
+        elif comparing.opened(folder) != settings:
+            raise EverfedError(f"{folder} holds other runs: move it away, or run elsewhere")
+        _run_all(settings, folder, None)
 
     began = time.perf_counter()
     found = find(name)
-    outcome = found.go(quick)
+    outcome = found.go(quick, comparer)
     for table in outcome.tables:
         out.print(table)
     for finding in outcome.findings:

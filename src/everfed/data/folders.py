@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import PositiveInt
 
 from everfed.chance import rng
-from everfed.data.files import Missing, data_folder
+from everfed.data.files import Missing, data_folder, npz
 from everfed.data.images import Channels, decoded
 from everfed.data.table import Data, arrays
 from everfed.errors import EverfedError
@@ -91,7 +91,8 @@ def folders(
 def pacs(
     folder: str | Path | None = None, *, size: PositiveInt = 32, channels: Channels = 3
 ) -> Data:
-    """PACS: 9,991 images of 7 classes as sketches, cartoons, photos and art paintings.
+    """PACS: 9,991 images of 7 classes as sketches, cartoons, photos and art paintings (folders, or
+    pacs_SIZEpx.npz with x, y, domain and domains).
 
     Args:
         folder: the data folder; left out: the environment's EVERFED_DATA.
@@ -147,6 +148,8 @@ def _known(
                     f'{name}; get it from {known.source}, or read it with name = "folders"'
                 )
             return data
+    if (root / f"{name}_{size}px.npz").is_file():
+        return npz(f"{name}_{size}px.npz", root, task="domain")
     raise Missing(
         f"{name} is not there: {root / known.places[0]} should hold the folders "
         f"{', '.join(known.domains)}, each with one folder a class. Get it from {known.source}"

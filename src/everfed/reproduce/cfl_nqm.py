@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from rich.table import Table
 
-from everfed.reproduce import Finding, Outcome, Reproduction
+from everfed.reproduce import Comparer, Finding, Outcome, Reproduction
 from everfed.theory.nqm import (
     CFL,
     CFL_BIG,
@@ -46,7 +46,7 @@ def roughness(curves: np.ndarray) -> float:
     return float(np.abs(np.diff(curves[0, :, -LAST:])).mean())
 
 
-def go(quick: bool) -> Outcome:
+def go(quick: bool, _: Comparer) -> Outcome:
     """All settings; `quick` takes fewer seeds."""
     seeds = 15 if quick else 40
     rates = {rule: [best_rate(s, rule, 2 if quick else 5) for s in SETTINGS] for rule in PAPER}
