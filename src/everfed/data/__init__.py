@@ -2,13 +2,14 @@
 
 from everfed.data.digit10 import emnist_digits, mnist_m, svhn, usps
 from everfed.data.digits import digits
-from everfed.data.files import fashion_mnist, mnist, npz
+from everfed.data.files import data_folder, fashion_mnist, mnist, npz
 from everfed.data.folders import dn4il, folders, pacs, vlcs
+from everfed.data.glue import glue
 from everfed.data.join import digit10, join, join_files
 from everfed.data.table import Data, arrays, from_dataset, sites
 
 __all__ = [
-    "Data", "arrays", "digit10", "digits", "dn4il", "emnist_digits", "fashion_mnist", "folders",
-    "from_dataset", "join", "join_files", "mnist", "mnist_m", "npz", "pacs", "sites", "svhn",
-    "usps", "vlcs",
+    "Data", "arrays", "data_folder", "digit10", "digits", "dn4il", "emnist_digits", "fashion_mnist",
+    "folders", "from_dataset", "glue", "join", "join_files", "mnist", "mnist_m", "npz", "pacs",
+    "sites", "svhn", "usps", "vlcs",
 ]  # fmt: skip
