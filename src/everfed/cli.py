@@ -471,7 +471,7 @@ def _show(paths: list[Path]) -> None:
     summaries = {m: [summarise(r.records) for r in own] for m, own in runs.items()}
     count = max(map(len, summaries.values()))
     title = f"mean ± std over {count} seeds" if count > 1 else None
-    out.print(table(summaries, title, narrow=out.width < 142))
+    out.print(table(summaries, title, narrow=out.width < 146))
     for line in [*notes(runs), *trouble(summaries)]:
         out.print(Text.assemble(("note: ", "yellow"), line), soft_wrap=True)
     try:
