@@ -14,6 +14,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import everfed as ef
+from everfed import compare
+from everfed import config as configs
 from everfed.cli import app
 from everfed.data.images import fit
 from everfed.errors import EverfedError
@@ -260,6 +262,8 @@ def test_folders_that_are_divided_or_listed(pacs, tmp_path):
     data = ef.data.vlcs(tmp_path)
     assert data.tasks == ("Caltech101", "LabelMe", "SUN09", "VOC2007")
     assert (len(data.train), len(data.test), data.classes) == (4 * 5 * 8, 4 * 5 * 4, 5)
+    with pytest.raises(EverfedError, match="should hold the folders sketch, infograph"):
+        ef.data.dn4il(tmp_path)
     listed = ef.data.folders("net", tmp_path)
     assert (len(listed.train), len(listed.test)) == (4 * 7 * 6, 4 * 7 * 3)
 
@@ -290,9 +294,11 @@ def test_unreadable_images_are_left_out_and_counted(pacs, tmp_path, monkeypatch)
     told = CliRunner().invoke(app, ["stream", "--set", "data.name=pacs"])
     assert told.exit_code == 0, told.output
     assert "2 of 336 images cannot be read" in told.stderr
-    stream = ef.streams.domains(data, clients=2, rounds=1)
-    run = ef.run(ef.methods.fedavg(), stream, ef.models.mlp(3072, 4, 7), workers=1)
-    assert run.notes == data.notes
+    # and in a comparison once, not for every run
+    values = {"data": {"name": "pacs"}, "stream": {"name": "static", "clients": 2, "rounds": 1},
+              "model": {"name": "mlp", "hidden": [4]},
+              "compare": {"methods": ["fedavg", "special"], "seeds": [0]}}  # fmt: skip
+    assert compare.run_all(configs.parse(values), tmp_path / "runs", 1) == [note]
     for path in (tmp_path / "PACS").rglob("*.png"):
         path.write_bytes(b"not an image")
     with pytest.raises(EverfedError, match="336 of 336 images cannot be read"):

@@ -28,8 +28,7 @@ EMNIST_SOURCE = (
 
 
 def usps(folder: str | Path | None = None) -> Data:
-    """USPS: 7,291 and 2,007 grey 16x16 digits (usps.h5, LIBSVM's usps.bz2 and usps.t.bz2, or
-    usps.npz)."""
+    """USPS: 7,291 and 2,007 grey 16x16 digits (usps.h5, LIBSVM's usps.bz2, or usps.npz)."""
     root = data_folder(folder)
     if h5 := _first(root, USPS, "usps.h5"):
         return _usps_h5(h5)
@@ -40,8 +39,7 @@ def usps(folder: str | Path | None = None) -> Data:
 
 
 def svhn(folder: str | Path | None = None) -> Data:
-    """SVHN: 73,257 and 26,032 house-number digits in colour, 32x32 (train_32x32.mat and
-    test_32x32.mat, or svhn.npz)."""
+    """SVHN: 73,257 and 26,032 house-number digits, 32x32 in colour (.mat files, or svhn.npz)."""
     root = data_folder(folder)
     train, test = _first(root, SVHN, "train_32x32.mat"), _first(root, SVHN, "test_32x32.mat")
     if train and test:
@@ -62,8 +60,10 @@ def emnist_digits(folder: str | Path | None = None) -> Data:
 
 
 def mnist_m(folder: str | Path | None = None) -> Data:
-    """MNIST-M: 59,001 and 9,001 digits on photographs, 32x32 in colour (mnist_m_train with
-    mnist_m_train_labels.txt beside it, the same for test, or mnist_m.npz)."""
+    """MNIST-M: 59,001 and 9,001 digits on photographs, 32x32 in colour (PNG files, or mnist_m.npz).
+
+    mnist_m_train_labels.txt lies beside the folder mnist_m_train, and the same for test.
+    """
     root = data_folder(folder)
     lists = [_first(root, MNIST_M, f"mnist_m_{part}_labels.txt") for part in ("train", "test")]
     files: list[Path] = []

@@ -91,8 +91,9 @@ def folders(
 def pacs(
     folder: str | Path | None = None, *, size: PositiveInt = 32, channels: Channels = 3
 ) -> Data:
-    """PACS: 9,991 images of 7 classes as sketches, cartoons, photos and art paintings (folders, or
-    pacs_SIZEpx.npz with x, y, domain and domains).
+    """PACS: 9,991 images of 7 classes as sketches, cartoons, photos and art paintings.
+
+    Folders, or pacs_SIZEpx.npz with x, y, domain and domains.
 
     Args:
         folder: the data folder; left out: the environment's EVERFED_DATA.
@@ -118,8 +119,9 @@ def vlcs(
 def dn4il(
     folder: str | Path | None = None, *, size: PositiveInt = 32, channels: Channels = 3
 ) -> Data:
-    """DN4IL: DomainNet's six domains with the 100 classes of DN4IL's lists (DOMAIN_train.txt and
-    DOMAIN_test.txt beside the domains' folders).
+    """DN4IL: DomainNet's six domains with the 100 classes of DN4IL's lists.
+
+    The lists, DOMAIN_train.txt and DOMAIN_test.txt, lie beside the domains' folders.
 
     Args:
         folder: the data folder; left out: the environment's EVERFED_DATA.

@@ -62,10 +62,10 @@ def glue(
     limit: PositiveInt | None = None,
     test_limit: PositiveInt | None = None,
 ) -> Data:
-    """SST-2, QQP and QNLI as domains with two classes: GLUE's TSV files (SST-2/train.tsv, dev.tsv),
-    Parquet files as on Hugging Face (sst2/train-*.parquet, validation-*.parquet), or sst2.parquet.
+    """GLUE's SST-2, QQP and QNLI as domains with two classes, in token ids.
 
-    Without dev or validation samples a fifth is held out.
+    TSV files (SST-2/train.tsv, dev.tsv), Parquet files as on Hugging Face (sst2/train-*.parquet,
+    validation-*.parquet), or sst2.parquet. Without dev or validation samples a fifth is held out.
 
     Args:
         tasks: some of sst2, qqp and qnli, in order.
