@@ -20,7 +20,7 @@ def everfed(*words, cwd=None, expect=0, **environment):
     done = subprocess.run(
         [sys.executable, "-m", "everfed", *map(str, words)],
         capture_output=True, text=True, cwd=cwd, timeout=120,
-        env=os.environ | {"COLUMNS": "130"} | environment,
+        env=os.environ | {"COLUMNS": "150"} | environment,
     )  # fmt: skip
     assert done.returncode == expect, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -172,8 +172,10 @@ def test_compare(tmp_path):
         "forgetting",
         "worst drop",
         "rounds to best",
-        "seconds",
+        "s/round",
         "MB sent",
+        "client MB",
+        "peak MB",
     ):
         assert column in done.stdout
     assert (tmp_path / "runs" / "compare-1" / "figure.png").exists()

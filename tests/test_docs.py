@@ -75,9 +75,11 @@ def test_what_a_page_tells_to_type_works(page, tmp_path, monkeypatch):
     play(page, tmp_path, monkeypatch)
 
 
-def test_a_configuration_shown_for_own_data_is_valid():
-    (block,) = [b for b in blocks("own_data.md") if b.language == "toml"]
-    assert isinstance(parse(tomllib.loads(block.text)), Config)
+def test_configurations_shown_for_own_data_are_valid():
+    shown = [block for block in blocks("own_data.md") if block.language == "toml"]
+    assert len(shown) == 3
+    for block in shown:
+        assert isinstance(parse(tomllib.loads(block.text)), Config)
 
 
 def test_every_method_has_a_page_and_every_page_a_method():

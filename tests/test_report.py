@@ -274,7 +274,7 @@ def test_tables_for_papers():
 
 def test_show_in_other_formats(runs):
     text = everfed("show", *sorted(runs.glob("fedavg-*")), "--format", "latex").stdout
-    assert text.startswith(r"\begin{tabular}{lrrrrrrr}")
+    assert text.startswith(r"\begin{tabular}{lrrrrrrrrr}")
     assert len(re.findall(r"^fedavg & ", text, re.M)) == 1
     assert "| fedavg | " in everfed("show", runs / "fedavg-0", "--format", "markdown").stdout
     assert "Invalid value" in everfed("show", runs / "fedavg-0", "--format", "xml", expect=2).stderr

@@ -21,6 +21,7 @@ from everfed.errors import EverfedError
 
 if TYPE_CHECKING:
     from everfed.compare import Entry
+    from everfed.data import Data
     from everfed.reproduce import Outcome
     from everfed.runs import Progress as RoundProgress
 
@@ -75,6 +76,7 @@ def run(
     with _bars() as bars:
         finished = made.go(folder=place, on_round=_follow(bars, made.method.name))
     out.print(f"engine: {finished.engine}", highlight=False)
+    _notes(finished.notes)
     _show([place])
 
 
@@ -102,10 +104,10 @@ def compare(
     if seeds:
         more.append(f"compare.seeds=[{seeds}]")
     settings = configs.read(config, more)
-    configs.experiment(settings)  # a missing data file or an impossible stream is told at once
+    made = configs.experiment(settings)  # what is missing or impossible is told at once
     place = folder or _new_folder("compare")
     comparing.create(settings, place)
-    _run_all(settings, place, jobs)
+    _run_all(settings, place, jobs, made.stream.data)
     _show([place])
 
 
@@ -225,6 +227,7 @@ def stream(
     seen = look(made, settings.seed)
     said = f"{made.data.name}: {made.clients} clients, {made.rounds} rounds, seed {settings.seed}"
     out.print(said, markup=False, highlight=False, soft_wrap=True)
+    _notes(made.data.notes)
     out.print(seeing.table(seen, narrow=out.width < 120))
     out.print(seeing.EXPLAINED, style="dim", highlight=False)
     if seen.online != (len(seen.clients),) * 2:
@@ -317,14 +320,14 @@ def _compare_with_paper(name: str, size: str | None, place: Path, jobs: int | No
 
     chosen = preset.read(name)
     settings = chosen.settings(size)
-    configs.experiment(settings)  # a missing data file is told at once
+    read = configs.experiment(settings).stream.data  # a missing file is told at once
     if not (place / "compare.json").exists():
         comparing.create(settings, place)
     elif comparing.opened(place) != settings:
         raise EverfedError(f"{place} holds another comparison; choose another folder")
-    _run_all(settings, place, jobs)
+    _run_all(settings, place, jobs, read)
     runs = collect([place])
-    outcome = chosen.judge(runs)
+    outcome = chosen.judge(runs, short=size == "quick")
     text = chosen.markdown(outcome, settings, runs)
     (place / "reproduction.md").write_text(text)
     return outcome
@@ -506,7 +509,7 @@ def _follow(bars: Any, name: str) -> Callable[[RoundProgress], None]:
     return tell
 
 
-def _run_all(settings: Any, folder: Path, jobs: int | None) -> None:
+def _run_all(settings: Any, folder: Path, jobs: int | None, read: Data | None = None) -> None:
     from everfed import compare as comparing
 
     entries = comparing.plan(settings, folder)
@@ -526,7 +529,7 @@ def _run_all(settings: Any, folder: Path, jobs: int | None) -> None:
                 own[entry.name] = bars.add_task(entry.name, total=progress.rounds, state="")
             bars.update(own[entry.name], completed=progress.round, state=_state(progress))
 
-        notes = comparing.run_all(settings, folder, jobs, listener)
+        notes = comparing.run_all(settings, folder, jobs, listener, read)
     _notes(notes)
 
 
@@ -546,7 +549,7 @@ def _show(paths: list[Path]) -> None:
     summaries = {m: [summarise(r.records) for r in own] for m, own in runs.items()}
     count = max(map(len, summaries.values()))
     title = f"mean ± std over {count} seeds" if count > 1 else None
-    out.print(table(summaries, title, narrow=out.width < 118))
+    out.print(table(summaries, title, narrow=out.width < 146))
     for line in [*notes(runs), *trouble(summaries)]:
         out.print(Text.assemble(("note: ", "yellow"), line), soft_wrap=True)
     try:

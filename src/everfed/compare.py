@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from everfed import config as configs
+from everfed.data.table import Data
 from everfed.engines import pool
 from everfed.errors import EverfedError
 from everfed.folder import RunFolder
@@ -71,22 +72,31 @@ def opened(folder: Path) -> configs.Config:
 
 
 def run_all(
-    config: configs.Config, folder: Path, jobs: int | None = None, listener: Listener | None = None
+    config: configs.Config,
+    folder: Path,
+    jobs: int | None = None,
+    listener: Listener | None = None,
+    read: Data | None = None,
 ) -> list[str]:
     """Run what is not finished yet, `jobs` at a time; runs that were begun go on. Gives notes on
-    what was found damaged."""
+    what was left out or found damaged."""
     waiting = [entry for entry in plan(config, folder) if not finished(entry.folder)]
-    context: Any = mp.get_context("fork" if sys.platform == "linux" else "spawn")
+    forks = sys.platform == "linux"
+    context: Any = mp.get_context("fork" if forks else "spawn")
+    if read is None and forks and waiting:
+        read = configs.table(config)  # once; the runs' processes share it
     running: dict[Connection, tuple[Entry, Any]] = {}
     failures: list[str] = []
-    notes: list[str] = []
+    notes: dict[str, list[str]] = {}
     stopped = False
     try:
         while waiting or running:
             while waiting and not stopped and len(running) < (jobs or pool.cores()):
                 entry = waiting.pop(0)
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_one, args=(config, entry, theirs))
+                process = context.Process(
+                    target=_one, args=(config, entry, theirs, read if forks else None)
+                )
                 process.start()
                 theirs.close()
                 running[ours] = (entry, process)
@@ -111,7 +121,8 @@ def run_all(
                         listener(entry, None)
                     continue
                 if isinstance(message, tuple):
-                    notes += [f"{entry.name}: {note}" for note in message]
+                    for note in message:
+                        notes.setdefault(note, []).append(entry.name)
                 elif isinstance(message, str):
                     stopped = stopped or message == "interrupted"
                     if message != "interrupted":
@@ -125,16 +136,17 @@ def run_all(
         raise EverfedError("; ".join(failures))
     if stopped:
         raise Interrupted(f"stopped; go on with: everfed resume {folder}")
-    return notes
+    # what all runs say is said once
+    return [text if len(who) > 1 else f"{who[0]}: {text}" for text, who in notes.items()]
 
 
-def _one(config: configs.Config, entry: Entry, pipe: Connection) -> None:
+def _one(config: configs.Config, entry: Entry, pipe: Connection, read: Data | None) -> None:
     """A run in its own process."""
     torch.set_num_threads(1)  # before any work: OpenMP's threads do not survive a fork
     pool.die_with_parent()
     try:
         begun = (entry.folder / "config.json").exists()
-        made = configs.experiment(config, entry.method, entry.seed)
+        made = configs.experiment(config, entry.method, entry.seed, read)
         done = made.go(workers=1, folder=entry.folder, resume=begun, on_round=pipe.send)
         pipe.send(done.notes)
     except (Interrupted, BrokenPipeError, KeyboardInterrupt):

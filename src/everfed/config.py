@@ -70,6 +70,34 @@ def _resnet18(d: Data) -> models.Recipe:
     return models.resnet18(_image(d)[0], d.classes)
 
 
+def _transformer(
+    d: Data,
+    folder: str | None = None,
+    path: str | None = None,
+    width: PositiveInt = 64,
+    layers: PositiveInt = 2,
+    heads: PositiveInt = 2,
+) -> models.Recipe:
+    """A text classifier of Hugging Face's Transformers (pip install 'everfed[text]').
+
+    Args:
+        path: a folder with config.json and weights, as DistilBERT's, in the data folder if it is
+            relative; left out: a small one whose first weights are drawn from the seed.
+        width: of a token's vector, without a path.
+        layers: how many, without a path.
+        heads: of attention, without a path.
+    """
+    if d.x.is_floating_point() or d.x.dim() != 2:
+        raise ConfigError(
+            f"model.name: transformer needs rows of token ids, as glue's; not {d.name}"
+        )
+    place = None if path is None else data.data_folder(folder) / path
+    size, length = int(d.x.max()) + 1, d.x.shape[1]
+    return models.transformer(
+        size, d.classes, width=width, layers=layers, heads=heads, length=length, path=place
+    )
+
+
 def _image(d: Data) -> tuple[int, int]:
     if d.x.dim() != 4:
         shape = "x".join(map(str, d.x.shape[1:]))
@@ -78,7 +106,13 @@ def _image(d: Data) -> tuple[int, int]:
 
 
 Builders = Mapping[str, Callable[..., Any]]
-MODELS: Builders = {"mlp": _mlp, "lenet": _lenet, "cnn": _cnn, "resnet18": _resnet18}
+MODELS: Builders = {
+    "mlp": _mlp,
+    "lenet": _lenet,
+    "cnn": _cnn,
+    "resnet18": _resnet18,
+    "transformer": _transformer,
+}
 STREAMS: Builders = {
     "domains": streams.domains,
     "classes": streams.classes,
@@ -98,6 +132,17 @@ DATASETS: Builders = {
     "series": data.series,
     "elec2": data.elec2,
     "weather": data.weather,
+    "join": data.join_files,
+    "digit10": data.digit10,
+    "emnist_digits": data.emnist_digits,
+    "mnist_m": data.mnist_m,
+    "svhn": data.svhn,
+    "usps": data.usps,
+    "folders": data.folders,
+    "pacs": data.pacs,
+    "vlcs": data.vlcs,
+    "dn4il": data.dn4il,
+    "glue": data.glue,
     "sites": data.sites,
 }
 
@@ -289,22 +334,28 @@ def _local(base: Local, changes: Mapping[str, Any], where: str) -> Local:
         raise ConfigError(str(error)) from None
 
 
-def experiment(config: Config, method: str | None = None, seed: int | None = None) -> Experiment:
-    """Read the data and build everything a run needs (of another method or seed, if given)."""
-    folder = config.data_dir
-    takes_folder = "folder" in inspect.signature(DATASETS[config.data["name"]]).parameters
-    more = {"folder": folder} if takes_folder else {}
-    table = _build("data", DATASETS, config.data, **more)
-    if config.standardise:
-        if config.data["name"] == "sites":
-            raise ConfigError("standardise: sites have to agree on it; do it in the data function")
-        table = data.standardised(table)
-    stream = _build("stream", STREAMS, config.stream, table)
+def table(config: Config) -> Data:
+    """Read the data."""
+    made: Data = _build("data", DATASETS, config.data, folder=config.data_dir)
+    if not config.standardise:
+        return made
+    if config.data["name"] == "sites":
+        raise ConfigError("standardise: sites have to agree on it; do it in the data function")
+    return data.standardised(made)
+
+
+def experiment(
+    config: Config, method: str | None = None, seed: int | None = None, read: Data | None = None
+) -> Experiment:
+    """Build everything a run needs (of another method or seed, if given); the data are read, unless
+    they have been."""
+    samples = read or table(config)
+    stream = _build("stream", STREAMS, config.stream, samples)
     if config.present:
         stream = _build("present", PRESENT, config.present | {"name": "present"}, stream)
     if config.sample and config.sample > stream.clients:
         raise ConfigError(f"sample is {config.sample}, but the stream has {stream.clients} clients")
-    model = _build("model", MODELS, config.model, table)
+    model = _build("model", MODELS, config.model, samples, folder=config.data_dir)
     section = {"name": method} if method else config.method
     chosen, local = method_of(section, config)
     options = {
@@ -326,12 +377,18 @@ def experiment(config: Config, method: str | None = None, seed: int | None = Non
 
 
 def _build(
-    where: str, builders: Builders, section: Mapping[str, Any], *given: Any, **more: Any
+    where: str,
+    builders: Builders,
+    section: Mapping[str, Any],
+    *given: Any,
+    folder: str | None = None,
 ) -> Any:
     """Call a section's builder; what it finds impossible is a mistake in the configuration."""
-    arguments = _arguments(where, builders, section)
+    arguments, build = _arguments(where, builders, section), builders[section["name"]]
+    if "folder" in inspect.signature(build).parameters:
+        arguments["folder"] = folder
     try:
-        return builders[section["name"]](*given, **arguments, **more)
+        return build(*given, **arguments)
     except EverfedError as error:
         raise ConfigError(f"{where}: {error}") from None
 

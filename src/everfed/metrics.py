@@ -95,7 +95,10 @@ class Summary:
     worst_drop: float  #: on one earlier task
     rounds_to_best: float  #: summed over tasks
     seconds: float  #: of all rounds, with their tests
+    seconds_per_round: float  #: mean, with tests
     mb_sent: float  #: to and from clients
+    client_mb: float  #: the most that one client held: model, what comes with it, what it keeps
+    peak_mb: float  #: the most memory that the process (or the GPU) held
     dropped_updates: int  #: clients' updates that could not be used
     lost_rounds: int  #: rounds without any usable update
     empty_clients: int  #: times that a client in a cohort had no samples
@@ -108,6 +111,12 @@ def summarise(records: Sequence[Record]) -> Summary:
     def total(metric: str) -> float:
         return float(sum(r["value"] or 0 for r in records if r["metric"] == metric))
 
+    def most(metric: str, key: str = "value") -> float:
+        known = [r.get(key) for r in records if r["metric"] == metric]
+        return max((float(v) for v in known if v is not None), default=math.nan)
+
+    rounds = sum(r["metric"] == "seconds" for r in records)
+
     return Summary(
         acc=acc(a),
         bwt=bwt(a),
@@ -115,7 +124,10 @@ def summarise(records: Sequence[Record]) -> Summary:
         worst_drop=worst_drop(a),
         rounds_to_best=rounds_to_best(records),
         seconds=total("seconds"),
+        seconds_per_round=total("seconds") / rounds if rounds else math.nan,
         mb_sent=total("mb_down") + total("mb_up"),
+        client_mb=most("client_mb"),
+        peak_mb=most("seconds", "peak_mb"),
         dropped_updates=int(total("dropped_updates")),
         lost_rounds=int(total("lost_round")),
         empty_clients=int(total("empty_clients")),

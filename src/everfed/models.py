@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,3 +137,63 @@ def resnet18(channels: int = 3, classes: int = 10) -> Recipe:
         )  # fmt: skip
 
     return Recipe("resnet18", build, (channels, classes))
+
+
+class Classifier(nn.Module):
+    """A Transformers sequence classifier on rows of token ids, 0 being padding."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.inner(input_ids=ids, attention_mask=ids.ne(0)).logits
+        return logits
+
+
+def transformer(
+    vocabulary: int,
+    classes: int = 2,
+    *,
+    width: int = 64,
+    layers: int = 2,
+    heads: int = 2,
+    length: int = 64,
+    path: str | Path | None = None,
+) -> Recipe:
+    """A text classifier of Hugging Face's Transformers: a small DistilBERT with first weights drawn
+    from the seed, or one's own with its weights.
+
+    Args:
+        vocabulary: how many token ids there are.
+        classes: outputs.
+        width: of a token's vector.
+        layers: how many.
+        heads: of attention; they divide the width.
+        length: the longest sample.
+        path: a folder with config.json and weights, as DistilBERT's; the sizes are then its own.
+    """
+    if find_spec("transformers") is None:
+        raise EverfedError("transformer needs: pip install 'everfed[text]'")
+    if width % heads:
+        raise EverfedError(f"a width of {width} cannot be divided among {heads} heads")
+    if path is not None and not Path(path, "config.json").is_file():
+        raise EverfedError(f"{path} holds no model: config.json and the weights are expected there")
+
+    def build() -> nn.Module:
+        import transformers
+
+        if path is not None:
+            kind = transformers.AutoModelForSequenceClassification
+            inner = kind.from_pretrained(path, num_labels=classes, local_files_only=True)
+            if inner.get_input_embeddings().num_embeddings < vocabulary:
+                raise EverfedError(f"the data have token ids that {path} has no vector for")
+            return Classifier(inner)
+        config = transformers.DistilBertConfig(
+            vocab_size=vocabulary, dim=width, n_layers=layers, n_heads=heads,
+            hidden_dim=4 * width, max_position_embeddings=length, num_labels=classes,
+        )  # fmt: skip
+        return Classifier(transformers.DistilBertForSequenceClassification(config))
+
+    sizes = (vocabulary, classes, width, layers, heads, length)
+    return Recipe("transformer", build, sizes if path is None else (str(path), classes))

@@ -18,6 +18,7 @@ from everfed.ledger import Ledger
 from everfed.local import Local
 from everfed.method import Method, Reduced, State
 from everfed.reduce import cohort_spread
+from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 
 
@@ -138,6 +139,7 @@ class Rounds:
             events.warnings.append(f"{why}: the model stays as it was")
         else:
             self._fold(fed, answer, events)
+        self._count_held(fed, events.cohort, start, down, events)
         fed.round += 1
         return events
 
@@ -240,6 +242,24 @@ class Rounds:
         events.values["mb_down"] = len(cohort) * _megabytes(each) + len(new) * _megabytes(once)
         if any(once):
             fed.informed |= set(new)
+
+    def _count_held(
+        self, fed: Federation, cohort: list[int], start: Tensor, down: list[State], events: Events
+    ) -> None:
+        """Memory of the client that holds most: the model it trains, what comes with it, what it
+        keeps. Of states that live at sites nothing is known."""
+        if not cohort or (isinstance(self.stream, Sites) and self.method.needs.client_state):
+            return
+        sample = self.stream.data.x[0].numel() * self.stream.data.x.element_size()
+
+        def kept(own: list[State]) -> float:
+            states = zip(self.method.parts, own, strict=True)
+            items = [(v, k in part.remembers) for part, state in states for k, v in state.items()]
+            return sum(v.numel() * (sample if is_sample else 4) for v, is_sample in items) / 1e6
+
+        most = max(kept(fed.clients[i]) if i in fed.clients else 0.0 for i in cohort)
+        sent = _megabytes([{"w": start, "b": fed.buffers}, *down])
+        events.values["client_mb"] = sent + most
 
     def _values(self, fed: Federation, answer: Answer, exchange: Exchange) -> State:
         """The cohort's uploads, reduced as the parts want it."""

@@ -75,7 +75,7 @@ class Run:
     model: nn.Module  #: the trained module, on the CPU, in evaluation mode
     engine: str  #: what computed it
     folder: Path | None = None  #: where it is kept
-    notes: tuple[str, ...] = ()  #: what was found when the run was resumed
+    notes: tuple[str, ...] = ()  #: on the data, and what was found when the run was resumed
     warnings: tuple[str, ...] = ()  #: the first of what went wrong in rounds
 
     @property
@@ -221,6 +221,7 @@ def run(
             config is not None or (place is not None and place.config().get("config") is not None),
             Loggers(list(loggers), stream.tasks),
             program if information_loss else None,
+            compute.device,
         )
         finished = False
         try:
@@ -241,7 +242,7 @@ def run(
             load(trained, layout, vector.cpu())
         return Run(
             records, stream.tasks, fed.w, trained.eval(), made.describe(), home,
-            tuple(notes), (*session.warnings, *session.loggers.told()),
+            (*stream.data.notes, *notes), (*session.warnings, *session.loggers.told()),
         )  # fmt: skip
 
 
@@ -281,6 +282,7 @@ class Session:
     configured: bool  #: whether the command line can resume it
     loggers: Loggers
     recalls: ClientProgram | None  #: whose information loss is measured
+    device: torch.device
 
     def __post_init__(self) -> None:
         self.changed: set[int] = set()
@@ -320,7 +322,8 @@ class Session:
                     accuracy = float(np.mean(seen)) if seen else None
                 if stream.last_of_task(at):
                     new += self._end_task(fed, at, task, new)
-                new.append(_line(at, task, "seconds", time.perf_counter() - began))
+                took = _line(at, task, "seconds", time.perf_counter() - began)
+                new.append(took | {"peak_mb": peak_mb(self.device)})
                 self._keep(fed, records, new)
                 self._tell(fed, task, accuracy, events)
                 if self.stop:
@@ -433,6 +436,18 @@ def _line(at: int, task: int, metric: str, value: float) -> Record:
     """One record; what is not a finite number is null, as JSON has none."""
     known = value if math.isfinite(value) else None
     return {"round": at, "task": task, "metric": metric, "value": known}
+
+
+def peak_mb(device: torch.device) -> float | None:
+    """The most memory held so far: of the GPU, else of this process (which trains, too)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most / 1e6 if sys.platform == "darwin" else most * 1024 / 1e6
 
 
 def _on_device(states: list[State], w: Tensor) -> list[State]:

@@ -1,11 +1,17 @@
 """Data sets: embedded digits, files in a data folder, or one's own arrays."""
 
+from everfed.data.digit10 import emnist_digits, mnist_m, svhn, usps
 from everfed.data.digits import digits
-from everfed.data.files import fashion_mnist, mnist, npz
+from everfed.data.files import data_folder, fashion_mnist, mnist, npz
+from everfed.data.folders import dn4il, folders, pacs, vlcs
+from everfed.data.glue import glue
+from everfed.data.join import digit10, join, join_files
 from everfed.data.series import elec2, series, weather
 from everfed.data.table import Data, arrays, from_dataset, sites, standardised
 
 __all__ = [
-    "Data", "arrays", "digits", "elec2", "fashion_mnist", "from_dataset", "mnist", "npz", "series",
-    "sites", "standardised", "weather",
+    "Data", "arrays", "data_folder", "digit10", "digits", "dn4il", "elec2", "emnist_digits",
+    "fashion_mnist", "folders", "from_dataset", "glue", "join", "join_files", "mnist",
+    "mnist_m", "npz", "pacs", "series", "sites", "standardised", "svhn", "usps", "vlcs",
+    "weather",
 ]  # fmt: skip

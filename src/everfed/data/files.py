@@ -7,6 +7,7 @@ import hashlib
 import os
 import zipfile
 import zlib
+from collections.abc import Sequence
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +51,10 @@ SOURCES = {
 }
 
 
+class Missing(EverfedError):
+    """A data set's files are not there."""
+
+
 def data_folder(folder: str | Path | None) -> Path:
     """The data folder: the one given, else the environment's EVERFED_DATA."""
     chosen = folder or os.environ.get("EVERFED_DATA")
@@ -77,33 +82,42 @@ def mnist(folder: str | Path | None = None) -> Data:
 def _idx(name: str, folder: str | Path | None) -> Data:
     root = data_folder(folder)
     x, y, xt, yt = (
-        _read_idx(name, root, file, digest)
+        read_idx(find(root, IDX_FOLDERS[name], IDX_FILES, file, SOURCES[name]), digest)
         for file, digest in zip(IDX_FILES, IDX_HASHES[name], strict=True)
     )
     return arrays(x, y, test=(xt, yt), name=name)
 
 
-def _read_idx(name: str, root: Path, file: str, digest: str) -> np.ndarray:
-    tried = [root / sub / (file + end) for sub in IDX_FOLDERS[name] for end in ("", ".gz")]
+def find(root: Path, places: Sequence[str], files: Sequence[str], file: str, source: str) -> Path:
+    """One file of a data set, in the first of the places that has it, packed or not."""
+    tried = [root / place / (file + end) for place in places for end in ("", ".gz")]
     path = next((path for path in tried if path.is_file()), None)
     if path is None:
-        raise EverfedError(
-            f"{name} is not there: put {', '.join(IDX_FILES)} (with or without .gz) into "
-            f"{root / IDX_FOLDERS[name][0]}. Get them from {SOURCES[name]}"
+        raise Missing(
+            f"{file} is not there: put {', '.join(files)} (with or without .gz) into "
+            f"{root / places[0]}. Get them from {source}"
         )
+    return path
+
+
+def read_idx(path: Path, digest: str | None = None) -> np.ndarray:
+    """The bytes of an IDX file; with `digest`, only if it is the published one."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise EverfedError(f"{path} is truncated or damaged ({error}): get it again") from None
     found = hashlib.sha256(raw).hexdigest()
-    if found != digest:
+    if digest is not None and found != digest:
         raise EverfedError(
             f"{path} is not the published file: its content has sha256 {found[:16]}..., not "
-            f"{digest[:16]}...; get it again from {SOURCES[name]}"
+            f"{digest[:16]}...; get it again"
         )
-    dims = raw[3]
-    shape = np.frombuffer(raw, ">u4", dims, 4).astype(int)
-    values: np.ndarray = np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).copy()
+    if len(raw) < 4 or raw[:3] != b"\0\0\x08" or len(raw) < 4 + 4 * raw[3]:
+        raise EverfedError(f"{path} is not an IDX file of bytes")
+    shape = np.frombuffer(raw, ">u4", raw[3], 4).astype(int)
+    values: np.ndarray = np.frombuffer(raw, np.uint8, offset=4 + 4 * len(shape)).copy()
+    if len(values) != shape.prod():
+        raise EverfedError(f"{path} is truncated: {len(values)} of {shape.prod()} values")
     return values.reshape(shape)
 
 
@@ -118,7 +132,8 @@ def npz(
         file: its path, in the data folder if it is relative.
         folder: the data folder; left out: the environment's EVERFED_DATA.
         client: name of the array with every sample's owner (_train and _test are added as to x).
-        task: name of the array with every sample's task, likewise.
+        task: name of the array with every sample's task, likewise. An array of that name with an s
+            (domains for domain) gives the names of tasks 0, 1, 2, ...
     """
     path = Path(file).expanduser()
     if not path.is_absolute():
@@ -158,6 +173,7 @@ def npz(
         client=owners,
         task=None if codes is None else codes[train],
         test_task=None if codes is None else codes[test],
+        tasks=_titles(found.get(f"{task}s"), codes, table.get(task or "")),
         name=path.stem,
     )
 
@@ -165,7 +181,7 @@ def npz(
 def read_npz(path: Path) -> dict[str, np.ndarray]:
     """All arrays of an .npz file."""
     if not path.is_file():
-        raise EverfedError(f"{path} does not exist")
+        raise Missing(f"{path} does not exist")
     try:
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
@@ -187,6 +203,15 @@ def _decoded(path: Path, files: np.ndarray, ends: np.ndarray) -> np.ndarray:
         ])  # fmt: skip
     except (OSError, ValueError) as error:
         raise EverfedError(f"{path} has JPEG files that cannot be read: {error}") from None
+
+
+def _titles(
+    names: np.ndarray | None, codes: np.ndarray | None, values: np.ndarray | None
+) -> list[str] | None:
+    """What tasks 0, 1, 2, ... are called, where the file says it."""
+    if names is None or codes is None or names.dtype.kind != "U" or (codes != values).any():
+        return None
+    return [str(name) for name in names]
 
 
 def _codes(values: np.ndarray) -> np.ndarray:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 from zlib import crc32
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
+from everfed.data.images import picture
 from everfed.errors import EverfedError
 
 #: Inputs or labels as users have them.
@@ -36,6 +37,7 @@ class Data:
     client: np.ndarray | None = None  #: owner of each sample
     tasks: tuple[str, ...] = ("all",)  #: names of the tasks
     ordered: bool = False  #: whether the rows of `x` are in time order
+    notes: tuple[str, ...] = ()  #: what was left out or found odd when the data were read
 
     @cached_property
     def classes(self) -> int:
@@ -188,22 +190,50 @@ def sites(shape: Sequence[PositiveInt] = (1, 28, 28), classes: PositiveInt = 10)
     return Data("sites", example, torch.tensor([classes - 1]), np.zeros(1, dtype=np.int64), nothing)
 
 
-def from_dataset(dataset: Any, test: Any = None, *, name: str = "dataset", **columns: Any) -> Data:
-    """A data set from torch `Dataset` objects of (input, label); they are read once, in order.
+def from_dataset(
+    dataset: Any,
+    test: Any = None,
+    *,
+    size: int | None = None,
+    channels: Literal[1, 3] = 3,
+    inputs: str = "image",
+    label: str = "label",
+    name: str = "dataset",
+    **columns: Any,
+) -> Data:
+    """A data set from torch, torchvision or Hugging Face datasets; they are read once, in order.
 
     Args:
-        dataset: the training samples.
+        dataset: the training samples: pairs of input and label, or dictionaries.
         test: the test samples.
+        size: height and width that images are brought to; left out: they have one size already.
+        channels: 3 (RGB) or 1 (grey), with `size`.
+        inputs: key of the input, where samples are dictionaries.
+        label: key of the label, likewise.
         name: what messages and records call the data.
         **columns: task, test_task, client and tasks, as `arrays` takes them.
     """
 
     def read(source: Any) -> tuple[Tensor, Tensor]:
-        pairs = [source[i] for i in range(len(source))]
-        if not pairs:
+        xs, ys = [], []
+        for k in range(len(source)):
+            row = source[k]
+            if isinstance(row, Mapping) and not {inputs, label} <= set(row):
+                raise EverfedError(
+                    f"{name}: samples have {', '.join(row)}; say which are inputs= and label="
+                )
+            x, y = (row[inputs], row[label]) if isinstance(row, Mapping) else row[:2]
+            if size is not None:
+                x = picture(x, size, channels)
+            xs.append(x if isinstance(x, Tensor) else torch.from_numpy(np.array(x)))
+            ys.append(y)
+        if not xs:
             raise EverfedError(f"{name}: the dataset is empty")
-        xs = torch.stack([torch.as_tensor(np.asarray(pair[0])) for pair in pairs])
-        return xs, torch.as_tensor([pair[1] for pair in pairs])
+        shapes = {tuple(x.shape) for x in xs}
+        if len(shapes) > 1:
+            some = " and ".join(map(str, sorted(shapes)[:2]))
+            raise EverfedError(f"{name}: inputs are of different shapes, {some}; give size=")
+        return torch.stack(xs), torch.as_tensor(ys)
 
     held = None if test is None else read(test)
     return arrays(*read(dataset), test=held, name=name, **columns)

@@ -98,6 +98,8 @@ class Page:
 PANELS: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Traffic", "MB of a round, to all its clients and back", False, {"mb": ""}),
     ("Time", "seconds of a round, with its tests", False, {"seconds": ""}),
+    ("Client memory", "MB of the client that holds most: model, what comes with it, what it keeps",
+     False, {"client_mb": ""}),
     ("Training loss", "mean over the round's clients", False, {"train_loss": ""}),
     ("Clients", "whose updates counted", False, {"clients": ""}),
     ("Kalman gain", "FedEve: 1 trusts the cohort, 0 the server's prediction", False,

@@ -27,16 +27,20 @@ class Column:
     factor: float
     what: str
     more: bool | None = None  #: whether more is better (None: neither)
+    narrow: bool = True  #: whether a narrow table has it, too
+    digits: int = 1
 
 
 COLUMNS = (
     Column("ACC %", "acc", 100, "mean accuracy over all tasks at the end", True),
     Column("BWT", "bwt", 100, "what became of earlier tasks; negative: forgotten", True),
-    Column("forgetting", "forgetting", 100, "accuracy lost on earlier tasks, -BWT", False),
+    Column("forgetting", "forgetting", 100, "accuracy lost on earlier tasks, -BWT", False, False),
     Column("worst drop", "worst_drop", 100, "the largest loss on one earlier task", True),
     Column("rounds to best", "rounds_to_best", 1, "rounds to each task's best, summed", False),
-    Column("seconds", "seconds", 1, "time of all rounds"),
+    Column("s/round", "seconds_per_round", 1, "seconds of a round, with its tests", digits=2),
     Column("MB sent", "mb_sent", 1, "to clients and back"),
+    Column("client MB", "client_mb", 1, "the most that one client held", digits=2),
+    Column("peak MB", "peak_mb", 1, "the most memory of the process or the GPU", None, False, 0),
 )
 
 
@@ -47,13 +51,15 @@ class Cell:
     mean: float
     std: float  #: NaN with fewer than two runs
     best: bool = False
+    digits: int = 1
 
     def text(self, join: str = " ± ", none: str = "–") -> str:
         """mean ± standard deviation."""
         if math.isnan(self.mean):
             return none
-        mean = round(self.mean, 1) + 0.0  # never -0.0
-        return f"{mean:.1f}" + ("" if math.isnan(self.std) else f"{join}{self.std:.1f}")
+        mean = round(self.mean, self.digits) + 0.0  # never -0.0
+        std = "" if math.isnan(self.std) else f"{join}{self.std:.{self.digits}f}"
+        return f"{mean:.{self.digits}f}{std}"
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
@@ -72,13 +78,15 @@ def cells(runs: Summaries) -> dict[str, list[Cell]]:
         best = None
         if c.more is not None and len(known) > 1:
             best = (max if c.more else min)(known.values())
-        columns.append({m: Cell(mean, std, mean == best) for m, (mean, std) in own.items()})
+        columns.append(
+            {m: Cell(mean, std, mean == best, c.digits) for m, (mean, std) in own.items()}
+        )
     return {method: [column[method] for column in columns] for method in runs}
 
 
 def table(runs: Summaries, title: str | None = None, narrow: bool = False) -> Table:
     """For the terminal: the best of each column in bold. A narrow table has the deviations under
-    the means."""
+    the means, and leaves some columns out."""
     out = Table(
         title=title,
         title_justify="left",
@@ -87,13 +95,15 @@ def table(runs: Summaries, title: str | None = None, narrow: bool = False) -> Ta
         padding=(0, 0, 0, 1) if narrow else (0, 1),
     )
     out.add_column("method", no_wrap=True)
-    for column in COLUMNS:
-        short = column.name.replace(" ", "\n").replace("getting", "-\ngetting")
+    shown = [k for k, column in enumerate(COLUMNS) if column.narrow or not narrow]
+    for column in (COLUMNS[k] for k in shown):
+        short = column.name.replace(" ", "\n")
         out.add_column(short if narrow else column.name, justify="right", no_wrap=True)
     join = "\n± " if narrow else " ± "
     for method, row in cells(runs).items():
-        shown = [Text(cell.text(join), "bold green" if cell.best else "") for cell in row]
-        out.add_row(Text(method), *shown)
+        own = [row[k] for k in shown]
+        texts = [Text(cell.text(join), "bold green" if cell.best else "") for cell in own]
+        out.add_row(Text(method), *texts)
     return out
 
 

@@ -25,18 +25,28 @@ class Finding:
 
 @dataclass
 class Outcome:
-    """What a reproduction prints."""
+    """What a reproduction prints.
+
+    >>> order = Finding("a above b", "3 to 2", True)
+    >>> size = Finding("a is 5", "3", False, figure=True)
+    >>> Outcome([], [order, size]).verdict
+    'ordering only: 0 of 1 figures are as in the paper'
+    """
 
     tables: list[Table] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    short: bool = False  #: whether the runs are too short to say anything of the paper
 
     @property
     def verdict(self) -> str:
+        if self.short:
+            return "too short for a verdict: run it without --quick"
         held = sum(finding.holds for finding in self.findings)
         if held == len(self.findings):
             return "reproduced"
         if all(finding.holds for finding in self.findings if not finding.figure):
-            return "ordering only"
+            figures = [finding.holds for finding in self.findings if finding.figure]
+            return f"ordering only: {sum(figures)} of {len(figures)} figures are as in the paper"
         return f"not reproduced: {held} of {len(self.findings)} claims hold"
 
 
