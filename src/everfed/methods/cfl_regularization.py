@@ -62,7 +62,8 @@ def chosen(layers: Layers, layout: Layout) -> list[tuple[Slot, float]]:
 def kept(s: State) -> dict[int, int]:
     """How many series the server has of each round t: rows of "ht" and "ct", of clients "it" (and
     "lt", what each lost), which are never copied from state to state."""
-    return {int(key[1:]): len(rows) for key, rows in s.items() if key[0] == "h"}
+    # in the order of rounds, whatever order a checkpoint has: sums depend on it
+    return dict(sorted((int(key[1:]), len(rows)) for key, rows in s.items() if key[0] == "h"))
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Taylor(Part):
             new["l"] = r["lost"]
         every = s | {f"{v}{r.round}": value for v, value in new.items()}
         latest, room = {"cuts": s["cuts"]}, self.buffer
-        for t, n in sorted(kept(every).items(), reverse=True):
+        for t, n in reversed(kept(every).items()):
             if room > 0:
                 latest |= {f"{v}{t}": every[f"{v}{t}"][-room:] for v in new}
             room -= n
