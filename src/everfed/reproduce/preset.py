@@ -57,6 +57,7 @@ class Preset:
     within: dict[str, float]  #: by measure
     values: dict[str, Any]
     changes: dict[str, dict[str, Any]]  #: by size, "quick" or "full"
+    commit: str = ""  #: of the source, before anything is run
 
     def settings(self, size: str | None) -> Config:
         """What is run."""
@@ -110,7 +111,7 @@ class Preset:
         """The same as a page's section."""
         seeds = ", ".join(map(str, settings.compare.seeds))
         seconds = sum(summarise(run.records).seconds for own in runs.values() for run in own)
-        how = f"seeds {seeds}; {seconds / 60:.1f} min of one core; everfed {__version__}{commit()}"
+        how = f"seeds {seeds}; {seconds / 60:.1f} min of runs; everfed {__version__}{self.commit}"
         lines = [f"`everfed reproduce {self.name}`: {how}. Verdict: **{outcome.verdict}**.", ""]
         for table in outcome.tables:
             names = [str(column.header) for column in table.columns]
@@ -157,4 +158,4 @@ def read(name: str) -> Preset:
         size: values.pop(size) for size in ("quick", "full") if size in values
     }
     return Preset(name, paper["what"], paper["figures"], paper["claims"],
-                  paper.get("within", {}), values, changes)  # fmt: skip
+                  paper.get("within", {}), values, changes, commit())  # fmt: skip
