@@ -123,8 +123,10 @@ class Recall(Protocol):
         """Indices of what the client held in a round."""
         ...
 
-    def met(self, client: int, block: int) -> int:
-        """The latest round in which the client held that data set."""
+    def replayed(
+        self, client: int, block: int, kept: np.ndarray | tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients over a data set that the client has met, and over what it kept of it."""
         ...
 
     def gradient(self, samples: np.ndarray | tuple[Tensor, Tensor], round_: int) -> Tensor:

@@ -32,10 +32,12 @@ class Past:
     def samples(self, client: int, round_: int) -> np.ndarray:
         return np.asarray(self.program.stream.samples(client, round_))
 
-    def met(self, client: int, block: int) -> int:
-        stream = self.program.stream
-        back = range(self.round, -1, -1)
-        return next(t for t in back if stream.block(client, t) == block)
+    def replayed(
+        self, client: int, block: int, kept: np.ndarray | tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        back, stream = range(self.round, -1, -1), self.program.stream
+        at = next(t for t in back if stream.block(client, t) == block)
+        return self.gradient(self.samples(client, at), at), self.gradient(kept, at)
 
     def gradient(self, samples: np.ndarray | tuple[Tensor, Tensor], round_: int) -> Tensor:
         ids = samples if isinstance(samples, np.ndarray) else self.program.lay_beside([samples])[0]

@@ -69,9 +69,7 @@ class CoreSet(Part):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for client, own in mine.items():
             for block, kept in _sets(own).items():
-                at = past.met(client, block)
-                exact = past.gradient(past.samples(client, at), at)
-                yield exact, past.gradient(kept, at)
+                yield past.replayed(client, block, kept)
 
     def _cut(self, ids: np.ndarray, size: int, block: int, c: Context) -> np.ndarray:
         if self.choice == "herding":

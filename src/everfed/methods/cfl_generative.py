@@ -127,9 +127,7 @@ class Generated(Part):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for client, own in mine.items():
             for block, kept in _sets(own).items():
-                at = past.met(client, block)
-                exact = past.gradient(past.samples(client, at), at)
-                yield exact, past.gradient(kept, at)
+                yield past.replayed(client, block, kept)
 
 
 def _sets(mine: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
