@@ -33,6 +33,11 @@ def best5(records: Sequence[Record]) -> float:
     return float(np.mean(sorted(r["value"] for r in records if r["metric"] == "accuracy")[-5:]))
 
 
+def information_loss(records: Sequence[Record]) -> float:
+    """The mean over a run's rounds."""
+    return float(np.mean([r["value"] for r in records if r["metric"] == "information_loss"]))
+
+
 #: what a paper reports, from a run's records; accuracies in percent
 MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "best 5": lambda records: 100 * best5(records),
@@ -40,6 +45,7 @@ MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "BWT": lambda records: 100 * summarise(records).bwt,
     "worst drop": lambda records: 100 * summarise(records).worst_drop,
     "rounds to best": lambda records: summarise(records).rounds_to_best,
+    "information loss": information_loss,
 }
 CLAIM = re.compile(r"(?P<measure>.+): (?P<a>\w+) (?P<than>>=?) (?P<b>\w+)(?: \+ (?P<by>[\d.]+))?")
 #: by method, then seed by seed
