@@ -14,10 +14,11 @@ from everfed.chance import rng, torch_seed
 from everfed.client import Ask, Exchange
 from everfed.engines.local import Answer, ClientStates
 from everfed.errors import EverfedError
+from everfed.late import Late, count, held
 from everfed.ledger import Ledger
 from everfed.local import Local
 from everfed.method import Method, Reduced, State
-from everfed.reduce import cohort_spread
+from everfed.reduce import cohort_spread, reducer
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 
@@ -71,6 +72,8 @@ class Federation:
     clients: ClientStates = field(default_factory=dict)
     #: clients that hold this task's extras already
     informed: set[int] = field(default_factory=set)
+    #: replies that are under way
+    late: list[State] = field(default_factory=list)
     round: int = 0  #: rounds done
     asked: int = 0  #: exchanges done
 
@@ -114,11 +117,12 @@ class Rounds:
     sample: int | None
     seed: int
     ledger: Ledger = field(default_factory=Ledger)
+    late: Late = field(default_factory=Late)
 
     def play(self, fed: Federation) -> Events:
         """One round, in place. If no client's reply counts, the model stays as it was."""
         events = Events()
-        cohort, short = self.draw(fed.round, self.sample)
+        cohort, short = self.draw(fed.round, self.sample, [int(r["at"][0]) for r in fed.late])
         online, events.cohort = len(cohort), cohort
         if short:
             events.warnings.append(
@@ -129,11 +133,11 @@ class Rounds:
             self._count_down(fed, cohort, start, down, events)
         if cohort and self.method.using("probe"):
             cohort, down = self._probe(fed, cohort, start, down, events)
-        answer = self._ask("train", fed, start, down, cohort, events) if cohort else None
-        if answer is None or answer.reducer.n < self.method.least:
+        answer = self._train(fed, start, down, cohort, events)
+        if answer.reducer.n < self.method.least:
             events.values["lost_round"] = 1
             few = "no client's update could be used"
-            if answer is not None and answer.reducer.n:
+            if answer.reducer.n:
                 few = f"{answer.reducer.n} updates, and the method needs {self.method.least}"
             why = few if online else "no client was online"
             events.warnings.append(f"{why}: the model stays as it was")
@@ -143,9 +147,50 @@ class Rounds:
         fed.round += 1
         return events
 
-    def draw(self, round_: int, sample: int | None) -> tuple[list[int], int]:
-        """A round's clients; see `draw_cohort`."""
-        return draw_cohort(self.stream, self.engine.online(round_), round_, sample, self.seed)
+    def draw(
+        self, round_: int, sample: int | None, busy: Sequence[int] = ()
+    ) -> tuple[list[int], int]:
+        """A round's clients, none of the busy ones; see `draw_cohort`."""
+        online = self.engine.online(round_)
+        if busy:
+            everyone = np.arange(self.stream.clients) if online is None else online
+            online = np.setdiff1d(everyone, busy)
+        return draw_cohort(self.stream, online, round_, sample, self.seed)
+
+    def _train(
+        self, fed: Federation, start: Tensor, down: list[State], cohort: list[int], events: Events
+    ) -> Answer:
+        """The cohort's replies that come in time, and those of earlier rounds that come now."""
+        by = self.late.draw(cohort, self.seed, fed.round)
+        prompt = [client for client in cohort if by[client] == 0]
+        for client, rounds in by.items():
+            if rounds:
+                own = self._ask("train", fed, start, down, [client], events)
+                if own.reducer.n:
+                    fed.late.append(held(client, fed.round, fed.round + rounds, own.reducer))
+                    self._keep(fed, own, events)
+        if prompt:
+            answer = self._ask("train", fed, start, down, prompt, events)
+        else:
+            shapes = {"update": tuple(fed.w.shape), "buffers": tuple(fed.buffers.shape)}
+            answer = Answer(reducer(self.method, "train", shapes), {})
+        lost = sum(rounds is None for rounds in by.values())
+        if lost:
+            events.values["lost_replies"] = lost
+        self._take_late(fed, answer, events)
+        return answer
+
+    def _take_late(self, fed: Federation, answer: Answer, events: Events) -> None:
+        """Replies to earlier rounds that come in this one."""
+        come = [reply for reply in fed.late if reply["at"][2] <= fed.round] + answer.late
+        fed.late = [reply for reply in fed.late if reply["at"][2] > fed.round]
+        for reply in come:
+            client, sent, _ = reply["at"].tolist()
+            count(reply, answer.reducer, self.late.factor(fed.round - sent))
+            known = fed.clients.get(client) or [{} for _ in self.method.parts]
+            answer.mine.setdefault(client, known)
+        if come:
+            events.values["late_updates"] = len(come)
 
     def _probe(
         self, fed: Federation, cohort: list[int], start: Tensor, down: list[State], events: Events

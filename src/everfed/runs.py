@@ -32,6 +32,7 @@ from everfed.engines import pool
 from everfed.engines.local import LocalEngine, workers_for
 from everfed.errors import EverfedError
 from everfed.folder import Checkpoint, RunFolder
+from everfed.late import Late
 from everfed.ledger import Ledger
 from everfed.local import Local
 from everfed.loggers import Begun, Logger, Loggers
@@ -124,6 +125,7 @@ def run(
     *,
     local: Local | None = None,
     sample: int | None = None,
+    late: Late | None = None,
     seed: int = 0,
     loss: LossFunction = cross_entropy,
     folder: str | Path | None = None,
@@ -153,6 +155,7 @@ def run(
         model: a module, or what builds one (then its weights are drawn from the seed).
         local: how clients train.
         sample: clients drawn each round; None: all that are online.
+        late: how often clients' replies are late or lost; None: never.
         seed: decides every random choice.
         loss: takes outputs and targets and gives one loss a sample, (samples,).
         folder: where to keep the run; None: only in memory.
@@ -195,6 +198,7 @@ def run(
             "precision": precision,
             "test_every": test_every,
             "information_loss": information_loss or None,
+            "late": dataclasses.asdict(late) if late not in (None, Late()) else None,
         }
         about = {
             "everfed": __version__,
@@ -211,7 +215,7 @@ def run(
         private = place is not None and bool(method.using("seal"))
         ledger = Ledger(place.path / "asked" if place and private else None)
         session = Session(
-            Rounds(method, stream, settings, made, sample, seed, ledger),
+            Rounds(method, stream, settings, made, sample, seed, ledger, late or Late()),
             made,
             place,
             meta,
@@ -298,7 +302,7 @@ class Session:
             self.rounds.ledger.go_on(fed.asked)
             self.folder.cut_records(found.meta["records"])
             fed.w, fed.buffers = fed.w.to(compute.device), fed.buffers.to(compute.device)
-            fed.parts = _on_device(fed.parts, fed.w)
+            fed.parts, fed.late = (_on_device(own, fed.w) for own in (fed.parts, fed.late))
             fed.clients = {i: _on_device(own, fed.w) for i, own in fed.clients.items()}
             return fed, self.folder.records()
         w = compute.weights()
