@@ -159,7 +159,7 @@ class RunFolder:
                 tensors = flat(fed.clients[client])
                 write(self._client(client, fed.round), pack(tensors, {}))
                 self.versions[client] = fed.round
-        tensors = {"w": fed.w, "buffers": fed.buffers} | flat(fed.parts + fed.late)
+        tensors = {"w": fed.w, "buffers": fed.buffers} | flat([*fed.parts, fed.seen, *fed.late])
         tensors["informed"] = torch.tensor(sorted(fed.informed), dtype=torch.int64)
         full = dict(meta) | {
             "round": fed.round,
@@ -167,6 +167,7 @@ class RunFolder:
             "records": length,
             "parts": len(fed.parts),
             "late": len(fed.late),
+            "found": fed.found,
             "clients": {str(k): v for k, v in self.versions.items()},
         }
         write(self._checkpoint(fed.round), pack(tensors, full))
@@ -228,13 +229,16 @@ class RunFolder:
         if self.records_path.stat().st_size < meta["records"]:
             raise ValueError("records.jsonl is shorter than it was then")
         w, buffers, informed = (tensors.pop(key) for key in ("w", "buffers", "informed"))
-        states = deep(tensors, meta["parts"] + meta.get("late", 0))
+        k = meta["parts"]
+        states = deep(tensors, k + 1 + meta.get("late", 0))
         fed = Federation(
             w=w,
             buffers=buffers,
             informed=set(informed.tolist()),
-            parts=states[: meta["parts"]],
-            late=states[meta["parts"] :],
+            parts=states[:k],
+            seen=states[k],
+            late=states[k + 1 :],
+            found=meta.get("found", []),
             round=meta["round"],
             asked=meta.get("asked", 0),
         )

@@ -27,7 +27,7 @@ class Late:
     """Section [late] of a configuration: how often replies are late or lost, and what then.
 
     >>> Late(lost=0.5).draw([0, 1, 2, 3], seed=0, round_=7)
-    {0: None, 1: 0, 2: 0, 3: None}
+    {0: 0, 1: None, 2: None, 3: None}
     """
 
     #: chance that a client's reply never comes
