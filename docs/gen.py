@@ -24,7 +24,9 @@ from pydantic import TypeAdapter
 
 from everfed import cli, listing
 from everfed import config as configs
+from everfed.boundaries import Boundaries
 from everfed.engines.terms import Terms
+from everfed.late import Late
 from everfed.local import Local
 from everfed.methods import METHODS
 
@@ -181,7 +183,7 @@ def builders() -> str:
 
 def configuration() -> str:
     """Every key that a configuration may hold."""
-    sections = ("local", "compare", "flower")
+    sections = ("local", "late", "boundaries", "compare", "flower")
     named = ("data", "stream", "present", "model", "method", "methods")
     top = [name for name in configs.Config.model_fields if name not in (*sections, *named)]
     lines = [
@@ -195,6 +197,12 @@ def configuration() -> str:
         "## [local]",
         "How a client trains on its own data.",
         _model_table(Local, "local."),
+        "## [late]",
+        "[Replies that come late, or never](../streams.md#replies-that-come-late-or-never).",
+        _model_table(Late, "late."),
+        "## [boundaries]",
+        "[Tasks that nobody announces](../streams.md#tasks-that-nobody-announces).",
+        _model_table(Boundaries, "boundaries."),
     ]
     builders = {
         "data": ("The data set.", configs.DATASETS),

@@ -28,6 +28,7 @@ from everfed.engines.flower import client_app, server_app  # noqa: E402
 from everfed.engines.site import RUNS, Store, run_folder  # noqa: E402
 from everfed.errors import EverfedError  # noqa: E402
 from everfed.folder import RunFolder  # noqa: E402
+from everfed.late import Late  # noqa: E402
 from everfed.methods import METHODS  # noqa: E402
 from everfed.methods.privacy import epsilon  # noqa: E402
 from everfed.records import read_records  # noqa: E402
@@ -53,7 +54,7 @@ batch = 64
 [flower]
 sites = 3
 wait = 2.0
-deadline = 0.2
+deadline = 1.0
 poll = 0.001
 """
 
@@ -125,6 +126,62 @@ def test_classes_that_arrive_task_by_task(place):
         changes += ["method.lipschitz=1.0"] if method == "cflag" else []
         got, _, _ = federated(place, changes, folder=method)
         assert distance(got, local(place, changes).vector.numpy()) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "cfl_regularization"])
+def test_late_and_lost_replies_that_are_drawn_are_the_local_engines(place, method):
+    changes = [f"method.name={method}", "stream.rounds=4", "late.chance=0.3", "late.lost=0.1",
+               "late.rounds=2"]  # fmt: skip
+    got, records, _ = federated(place, changes)
+    assert any(r["metric"] == "late_updates" for r in records)
+    assert distance(got, local(place, changes).vector.numpy()) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_an_answer_after_the_deadline_counts_in_the_next_round(place, method):
+    """Site 2's answer of the second round comes in the third, and it is not asked meanwhile."""
+    changes = [f"method.name={method}", "stream.rounds=4"]
+
+    class Slow(Loop):
+        held = ()
+
+        def push_messages(self, messages):
+            ids = super().push_messages(messages)
+            if messages[0].metadata.group_id == "2":
+                self.replies |= dict(self.held)
+            for number, message in zip(ids, messages, strict=True):
+                if (message.metadata.dst_node_id, message.metadata.group_id) == (102, "1"):
+                    self.held = ((number, self.replies.pop(number)),)
+            return ids
+
+    class Planned(Late):
+        def draw(self, cohort, seed, round_):
+            return {client: int((client, round_) == (2, 1)) for client in cohort}
+
+    settings = {"set": ";".join([*changes, "flower.late=1"]), "folder": str(place.parent / "run")}
+    grid = Slow(client_app(place), place.parent, ("0", "1", "2"), settings)
+    server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
+    records, _ = read_records(place.parent / "run")
+    assert [r["value"] for r in records if r["metric"] == "clients"] == [3, 2, 3, 3, 3, 3, 3, 3]
+    assert [r["round"] for r in records if r["metric"] == "late_updates"] == [2]
+    asked = [m.metadata.group_id for m in grid.requests if m.metadata.dst_node_id == 102]
+    assert [group for group in asked if group] == ["0", "1", "3", "4", "5", "6", "7"]
+    made = configs.experiment(configs.read(place, changes))
+    expected = made.go(workers=1, grouping="single", late=Planned())
+    assert distance(model(place.parent / "run"), expected.vector.numpy()) < 1e-5
+
+
+def test_an_answer_that_comes_too_late_is_forgotten(place):
+    """Then its site is asked again, and goes on from the state that counted."""
+
+    def lose(site, message, reply):
+        return None if (site, message.metadata.group_id) == ("2", "1") else reply
+
+    changes = ["method.name=scaffold", "stream.rounds=4", "flower.late=1"]
+    _, records, grid = federated(place, changes, lose)
+    assert [r["value"] for r in records if r["metric"] == "clients"] == [3, 2, 2, 3, 3, 3, 3, 3]
+    asked = [m.metadata.group_id for m in grid.requests if m.metadata.dst_node_id == 102]
+    assert [group for group in asked if group] == ["0", "1", "3", "4", "5", "6", "7"]
 
 
 def test_clients_that_come_and_go_are_the_same(place):
@@ -375,7 +432,7 @@ def test_a_round_below_the_quorum_fails_loudly_and_can_be_resumed(place):
         return None if round_ == 2 and site != "0" else reply
 
     with pytest.raises(
-        EverfedError, match=r"round 3, train: 1 of 3 clients.*no answer in 0.2 s.*3 are the quorum"
+        EverfedError, match=r"round 3, train: 1 of 3 clients.*no answer in 1 s.*3 are the quorum"
     ):
         federated(place, changes, cut_off)
     assert rounds.count(2) == 3 + 2 + 2  # asked, and those without an answer twice again

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
-    "Context", "EverfedError", "Local", "Method", "Part", "Reduced", "Run", "State", "Stream",
-    "data", "dot", "loggers", "methods", "metrics", "models", "run", "sq", "streams", "theory",
+    "Boundaries", "Context", "EverfedError", "Late", "Local", "Method", "Part", "Reduced", "Run",
+    "State", "Stream", "data", "dot", "loggers", "methods", "metrics", "models", "run", "sq",
+    "streams", "theory",
 ]  # fmt: skip
 
 #: where each public name lives; imported when first used, so that `everfed --help` is quick
 _NAMES = {
+    "Boundaries": "boundaries",
     "Context": "method",
     "EverfedError": "errors",
+    "Late": "late",
     "Local": "local",
     "Method": "method",
     "Part": "method",
@@ -37,7 +40,9 @@ _NAMES = {
 
 if TYPE_CHECKING:
     from everfed import data, loggers, methods, metrics, models, streams, theory
+    from everfed.boundaries import Boundaries
     from everfed.errors import EverfedError
+    from everfed.late import Late
     from everfed.local import Local
     from everfed.method import Context, Method, Part, Reduced, State
     from everfed.runs import Run, run

@@ -26,9 +26,11 @@ from pydantic import (
 )
 
 from everfed import data, loggers, methods, models, streams
+from everfed.boundaries import Boundaries
 from everfed.data.table import Data
 from everfed.engines.terms import Terms
 from everfed.errors import EverfedError
+from everfed.late import Late
 from everfed.local import Local
 from everfed.method import Method
 from everfed.runs import Grouping, Precision, Run, run
@@ -193,6 +195,10 @@ class Config(BaseModel):
     present: dict[str, Any] = {}
     model: dict[str, Any] = {"name": "mlp"}
     local: Local = Local()
+    #: replies that come late, or never
+    late: Late = Late()
+    #: whether the method is told when tasks begin, or finds it
+    boundaries: Boundaries = Boundaries()
     method: dict[str, Any] = {"name": "fedavg"}
     #: settings of methods that are named without any; with a `name` in them, the section's name is
     #: one's own for that method with these settings
@@ -361,6 +367,8 @@ def experiment(
     options = {
         "local": local,
         "sample": config.sample,
+        "late": config.late,
+        "boundaries": config.boundaries,
         "seed": config.seed if seed is None else seed,
         "test_every": config.test_every,
         "information_loss": config.information_loss,
@@ -445,7 +453,8 @@ def _say(error: ValidationError, prefix: str, known: Sequence[str]) -> str:
     # where a value may be of several types, pydantic adds "constrained-float[...]" to the place
     place = [str(p) for p in first["loc"] if "[" not in str(p)]
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        sections: dict[str, type] = {"compare": Compare, "flower": Terms}
+        sections: dict[str, type] = {"compare": Compare, "flower": Terms, "late": Late}
+        sections["boundaries"] = Boundaries
         inside = list(sections.get(place[0], Local).__annotations__)
         options = known if len(place) == 1 else inside
         return f"unknown key {prefix}{'.'.join(place)}{_near(place[-1], options)}"
@@ -457,6 +466,6 @@ def _say(error: ValidationError, prefix: str, known: Sequence[str]) -> str:
     short = (text if c else text.partition(",")[0] for text, c in zip(said, choice, strict=True))
     wanted = " or ".join(dict.fromkeys(short))
     key = next((k for k in range(len(place), 0, -1) if place[k - 1] in known or k == 1), 1)
-    if place[0] in ("local", "compare", "flower"):
+    if place[0] in ("local", "late", "boundaries", "compare", "flower"):
         key = min(2, len(place))
     return f"{prefix}{'.'.join(place[:key])} should be {wanted}, not {first['input']!r}"

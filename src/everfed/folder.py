@@ -159,13 +159,15 @@ class RunFolder:
                 tensors = flat(fed.clients[client])
                 write(self._client(client, fed.round), pack(tensors, {}))
                 self.versions[client] = fed.round
-        tensors = {"w": fed.w, "buffers": fed.buffers} | flat(fed.parts)
+        tensors = {"w": fed.w, "buffers": fed.buffers} | flat([*fed.parts, fed.seen, *fed.late])
         tensors["informed"] = torch.tensor(sorted(fed.informed), dtype=torch.int64)
         full = dict(meta) | {
             "round": fed.round,
             "asked": fed.asked,
             "records": length,
             "parts": len(fed.parts),
+            "late": len(fed.late),
+            "found": fed.found,
             "clients": {str(k): v for k, v in self.versions.items()},
         }
         write(self._checkpoint(fed.round), pack(tensors, full))
@@ -226,11 +228,17 @@ class RunFolder:
         tensors, meta = unpack(path.read_bytes())
         if self.records_path.stat().st_size < meta["records"]:
             raise ValueError("records.jsonl is shorter than it was then")
+        w, buffers, informed = (tensors.pop(key) for key in ("w", "buffers", "informed"))
+        k = meta["parts"]
+        states = deep(tensors, k + 1 + meta.get("late", 0))
         fed = Federation(
-            w=tensors.pop("w"),
-            buffers=tensors.pop("buffers"),
-            informed=set(tensors.pop("informed").tolist()),
-            parts=deep(tensors, meta["parts"]),
+            w=w,
+            buffers=buffers,
+            informed=set(informed.tolist()),
+            parts=states[:k],
+            seen=states[k],
+            late=states[k + 1 :],
+            found=meta.get("found", []),
             round=meta["round"],
             asked=meta.get("asked", 0),
         )

@@ -10,14 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everfed.boundaries import Boundaries
 from everfed.chance import rng, torch_seed
 from everfed.client import Ask, Exchange
 from everfed.engines.local import Answer, ClientStates
 from everfed.errors import EverfedError
+from everfed.late import Late, count, held
 from everfed.ledger import Ledger
 from everfed.local import Local
 from everfed.method import Method, Reduced, State
-from everfed.reduce import cohort_spread
+from everfed.reduce import cohort_spread, reducer
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 
@@ -71,6 +73,11 @@ class Federation:
     clients: ClientStates = field(default_factory=dict)
     #: clients that hold this task's extras already
     informed: set[int] = field(default_factory=set)
+    #: replies that are under way
+    late: list[State] = field(default_factory=list)
+    #: what the search for boundaries knows, and the rounds in which it found tasks to begin
+    seen: State = field(default_factory=dict)
+    found: list[int] = field(default_factory=list)
     round: int = 0  #: rounds done
     asked: int = 0  #: exchanges done
 
@@ -114,11 +121,13 @@ class Rounds:
     sample: int | None
     seed: int
     ledger: Ledger = field(default_factory=Ledger)
+    late: Late = field(default_factory=Late)
+    boundaries: Boundaries = field(default_factory=Boundaries)
 
     def play(self, fed: Federation) -> Events:
         """One round, in place. If no client's reply counts, the model stays as it was."""
         events = Events()
-        cohort, short = self.draw(fed.round, self.sample)
+        cohort, short = self.draw(fed.round, self.sample, [int(r["at"][0]) for r in fed.late])
         online, events.cohort = len(cohort), cohort
         if short:
             events.warnings.append(
@@ -129,23 +138,67 @@ class Rounds:
             self._count_down(fed, cohort, start, down, events)
         if cohort and self.method.using("probe"):
             cohort, down = self._probe(fed, cohort, start, down, events)
-        answer = self._ask("train", fed, start, down, cohort, events) if cohort else None
-        if answer is None or answer.reducer.n < self.method.least:
+        answer = self._train(fed, start, down, cohort, events)
+        if answer.reducer.n < self.method.least:
             events.values["lost_round"] = 1
             few = "no client's update could be used"
-            if answer is not None and answer.reducer.n:
+            if answer.reducer.n:
                 few = f"{answer.reducer.n} updates, and the method needs {self.method.least}"
             why = few if online else "no client was online"
             events.warnings.append(f"{why}: the model stays as it was")
         else:
-            self._fold(fed, answer, events)
+            values = self._values(fed, answer, "train")
+            if self.boundaries.detect:
+                self._look_for_a_task(fed, values["update"], events)
+            self._fold(fed, answer, values, events)
         self._count_held(fed, events.cohort, start, down, events)
         fed.round += 1
         return events
 
-    def draw(self, round_: int, sample: int | None) -> tuple[list[int], int]:
-        """A round's clients; see `draw_cohort`."""
-        return draw_cohort(self.stream, self.engine.online(round_), round_, sample, self.seed)
+    def draw(
+        self, round_: int, sample: int | None, busy: Sequence[int] = ()
+    ) -> tuple[list[int], int]:
+        """A round's clients, none of the busy ones; see `draw_cohort`."""
+        online = self.engine.online(round_)
+        if busy:
+            everyone = np.arange(self.stream.clients) if online is None else online
+            online = np.setdiff1d(everyone, busy)
+        return draw_cohort(self.stream, online, round_, sample, self.seed)
+
+    def _train(
+        self, fed: Federation, start: Tensor, down: list[State], cohort: list[int], events: Events
+    ) -> Answer:
+        """The cohort's replies that come in time, and those of earlier rounds that come now."""
+        by = self.late.draw(cohort, self.seed, fed.round)
+        prompt = [client for client in cohort if by[client] == 0]
+        for client, rounds in by.items():
+            if rounds:
+                own = self._ask("train", fed, start, down, [client], events)
+                if own.reducer.n:
+                    fed.late.append(held(client, fed.round, fed.round + rounds, own.reducer))
+                    self._keep(fed, own, events)
+        if prompt:
+            answer = self._ask("train", fed, start, down, prompt, events)
+        else:
+            shapes = {"update": tuple(fed.w.shape), "buffers": tuple(fed.buffers.shape)}
+            answer = Answer(reducer(self.method, "train", shapes), {})
+        lost = sum(rounds is None for rounds in by.values())
+        if lost:
+            events.values["lost_replies"] = lost
+        self._take_late(fed, answer, events)
+        return answer
+
+    def _take_late(self, fed: Federation, answer: Answer, events: Events) -> None:
+        """Replies to earlier rounds that come in this one."""
+        come = [reply for reply in fed.late if reply["at"][2] <= fed.round] + answer.late
+        fed.late = [reply for reply in fed.late if reply["at"][2] > fed.round]
+        for reply in come:
+            client, sent, _ = reply["at"].tolist()
+            count(reply, answer.reducer, self.late.factor(fed.round - sent))
+            known = fed.clients.get(client) or [{} for _ in self.method.parts]
+            answer.mine.setdefault(client, known)
+        if come:
+            events.values["late_updates"] = len(come)
 
     def _probe(
         self, fed: Federation, cohort: list[int], start: Tensor, down: list[State], events: Events
@@ -172,25 +225,52 @@ class Rounds:
     def end_task(self, fed: Federation) -> Events:
         """The boundary after a task's last round (which is `fed.round` - 1), in place."""
         events = Events()
-        empty = Reduced({}, fed.w, 0, 0.0, self.stream.clients, fed.round - 1, self._task(fed))
+        ended, task = fed.round - 1, self._task(fed, max(0, fed.round - 1))
+        empty = Reduced({}, fed.w, 0, 0.0, self.stream.clients, ended, task)
         reduced = [empty] * len(self.method.parts)
-        cohort, _ = self.draw(fed.round - 1, None) if self.method.using("close") else ([], 0)
+        cohort, _ = self.draw(ended, None) if self.method.using("close") else ([], 0)
         if cohort:
-            ended = replace(fed, round=fed.round - 1)
+            before = replace(fed, round=ended)
             down: list[State] = [{} for _ in self.method.parts]
-            answer = self._ask("close", ended, fed.w, down, cohort, events)
-            fed.asked = ended.asked
+            answer = self._ask("close", before, fed.w, down, cohort, events)
+            fed.asked = before.asked
             events.values["mb_down"] = _megabytes([{"w": fed.w}]) * len(cohort)
             self._keep(fed, answer, events)
             if answer.reducer.n >= self.method.least:
-                reduced = self._reduced(ended, answer, self._values(ended, answer, "close"))
+                reduced = self._reduced(before, answer, self._values(before, answer, "close"))
         for i, part in enumerate(self.method.parts):
             fed.parts[i] = part.task_end(fed.parts[i], fed.w, reduced[i])
         fed.informed = set()
         return events
 
-    def _task(self, fed: Federation) -> int:
-        return self.stream.task(max(0, fed.round - 1))
+    def _look_for_a_task(self, fed: Federation, update: Tensor, events: Events) -> None:
+        """Ends a task before the round's update counts, where the update shows that it is over."""
+        loss = events.values.get("train_loss")
+        if loss is None and not self.method.using("seal"):
+            return  # of this round, only late replies
+        way = float(update.norm()) / self.local.rate(*self._schedule(fed))
+        fed.seen, surprise = self.boundaries.watch(fed.seen, loss, way)
+        events.values["surprise"] = surprise
+        if surprise > 1:
+            self.end_task(fed)
+            fed.found.append(fed.round)
+            events.values["found_task"] = len(fed.found) + 1
+
+    def _task(self, fed: Federation, round_: int) -> int:
+        """The task of a round as the method knows it."""
+        if self.boundaries.detect:
+            return sum(begun <= round_ for begun in fed.found)
+        return self.stream.task(round_)
+
+    def _schedule(self, fed: Federation) -> tuple[int, int]:
+        """Where the schedule of learning rates is, and its length."""
+        stream, at = self.stream, fed.round
+        if not self.local.reset:
+            return at, stream.rounds
+        if self.boundaries.detect:  # a task may last until the end
+            begun = fed.found[-1] if fed.found else 0
+            return at - begun, stream.rounds - begun
+        return stream.round_in_task(at), stream.length(stream.task(at))
 
     def _send(self, fed: Federation) -> tuple[Tensor, list[State]]:
         start, down = fed.w, []
@@ -208,10 +288,7 @@ class Rounds:
         cohort: list[int],
         events: Events,
     ) -> Answer:
-        task = self.stream.task(fed.round)
-        at = self.stream.round_in_task(fed.round) if self.local.reset else fed.round
-        length = self.stream.length(task) if self.local.reset else self.stream.rounds
-        rate = self.local.rate(at, length)
+        task, rate = self._task(fed, fed.round), self.local.rate(*self._schedule(fed))
         ask = Ask(exchange, fed.round, task, rate, start, fed.buffers, down)
         self.ledger.begin()
         fed.asked += 1
@@ -289,7 +366,7 @@ class Rounds:
                     reducer.weight,
                     self.stream.clients,
                     fed.round,
-                    self.stream.task(fed.round),
+                    self._task(fed, fed.round),
                     spread,
                     self.method.needs.exchanges,
                     tuple(sorted(answer.mine)),
@@ -299,8 +376,7 @@ class Rounds:
             )
         return out
 
-    def _fold(self, fed: Federation, answer: Answer, events: Events) -> None:
-        values = self._values(fed, answer, "train")
+    def _fold(self, fed: Federation, answer: Answer, values: State, events: Events) -> None:
         step, parts = values["update"], []
         reduced = self._reduced(fed, answer, values)
         for part, state, own in zip(self.method.parts, fed.parts, reduced, strict=True):

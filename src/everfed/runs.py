@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed import __version__, metrics, past
+from everfed.boundaries import Boundaries
 from everfed.chance import torch_seed
 from everfed.client import ClientProgram
 from everfed.compute import Compute, choose
@@ -32,6 +33,7 @@ from everfed.engines import pool
 from everfed.engines.local import LocalEngine, workers_for
 from everfed.errors import EverfedError
 from everfed.folder import Checkpoint, RunFolder
+from everfed.late import Late
 from everfed.ledger import Ledger
 from everfed.local import Local
 from everfed.loggers import Begun, Logger, Loggers
@@ -124,6 +126,8 @@ def run(
     *,
     local: Local | None = None,
     sample: int | None = None,
+    late: Late | None = None,
+    boundaries: Boundaries | None = None,
     seed: int = 0,
     loss: LossFunction = cross_entropy,
     folder: str | Path | None = None,
@@ -153,6 +157,8 @@ def run(
         model: a module, or what builds one (then its weights are drawn from the seed).
         local: how clients train.
         sample: clients drawn each round; None: all that are online.
+        late: how often clients' replies are late or lost; None: never.
+        boundaries: whether the method finds tasks by itself; None: it is told.
         seed: decides every random choice.
         loss: takes outputs and targets and gives one loss a sample, (samples,).
         folder: where to keep the run; None: only in memory.
@@ -180,6 +186,8 @@ def run(
     check_stream(stream)
     for part in method.parts:
         part.check(settings)
+    if boundaries:
+        boundaries.check(method, stream)
     with surroundings():
         program = prepare(method, stream, model, settings, seed, loss, precision, grouping, device)
         compute = program.compute
@@ -195,6 +203,8 @@ def run(
             "precision": precision,
             "test_every": test_every,
             "information_loss": information_loss or None,
+            "late": _given(late, Late()),
+            "boundaries": _given(boundaries, Boundaries()),
         }
         about = {
             "everfed": __version__,
@@ -211,7 +221,17 @@ def run(
         private = place is not None and bool(method.using("seal"))
         ledger = Ledger(place.path / "asked" if place and private else None)
         session = Session(
-            Rounds(method, stream, settings, made, sample, seed, ledger),
+            Rounds(
+                method,
+                stream,
+                settings,
+                made,
+                sample,
+                seed,
+                ledger,
+                late or Late(),
+                boundaries or Boundaries(),
+            ),
             made,
             place,
             meta,
@@ -244,6 +264,11 @@ def run(
             records, stream.tasks, fed.w, trained.eval(), made.describe(), home,
             (*stream.data.notes, *notes), (*session.warnings, *session.loggers.told()),
         )  # fmt: skip
+
+
+def _given(settings: Any, default: Any) -> dict[str, Any] | None:
+    """Settings for a run's folder; None where they are as ever."""
+    return None if settings in (None, default) else dataclasses.asdict(settings)
 
 
 def _local_engine(
@@ -298,7 +323,7 @@ class Session:
             self.rounds.ledger.go_on(fed.asked)
             self.folder.cut_records(found.meta["records"])
             fed.w, fed.buffers = fed.w.to(compute.device), fed.buffers.to(compute.device)
-            fed.parts = _on_device(fed.parts, fed.w)
+            fed.parts, fed.late = (_on_device(own, fed.w) for own in (fed.parts, fed.late))
             fed.clients = {i: _on_device(own, fed.w) for i, own in fed.clients.items()}
             return fed, self.folder.records()
         w = compute.weights()
@@ -374,7 +399,7 @@ class Session:
         stream = self.rounds.stream
         if stream.head == "shared":  # unseen tasks have an accuracy too where labels are shared
             out += self._test(fed, at, task, range(task + 1, len(stream.tasks)), end=True)
-        if fed.round < stream.rounds:
+        if fed.round < stream.rounds and not self.rounds.boundaries.detect:
             out += self._lines(at, task, self.rounds.end_task(fed))
         return out
 

@@ -27,6 +27,7 @@ from everfed.engines import secure
 from everfed.engines.inbox import Inbox
 from everfed.engines.local import Answer, LocalEngine
 from everfed.engines.log import one_line, reason
+from everfed.engines.roll import Roll
 from everfed.engines.site import (
     NONE,
     STAGES,
@@ -40,13 +41,12 @@ from everfed.engines.site import (
 from everfed.engines.terms import Terms
 from everfed.engines.wire import Opened, open_reply, unwrap, vectors, whole, wrap, wrap_reply
 from everfed.errors import EverfedError
+from everfed.late import held
 from everfed.method import Method, State
 from everfed.reduce import kinds, reducer
 from everfed.runs import Progress, run, surroundings
 from everfed.streams.sites import tested
 from everfed.streams.stream import Stream
-
-HELLO = "query.hello"
 
 
 # the server ----------------------------------------------------------------------------------
@@ -58,16 +58,16 @@ class FlowerEngine:
     grid: Grid
     terms: Terms
     run: str  #: the name of the run at the sites
-    nodes: dict[int, int] = field(default_factory=dict)  #: client -> the node it is at
-    greeted: dict[int, str] = field(default_factory=dict)  #: node -> message, not yet answered
-    met: set[int] = field(default_factory=set)  #: nodes that have said who they are
+    #: messages whose answers missed the deadline and may still come: client and request
+    owed: dict[str, tuple[int, Ask]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tester = LocalEngine(self.program, 1)
-        self.hellos, self.replies = (Inbox(self.grid, self.terms.poll) for _ in range(2))
+        self.roll = Roll(self.grid, self.terms)
+        self.replies = Inbox(self.grid, self.terms.poll)
 
     def describe(self) -> str:
-        return f"Flower, {len(self.nodes)} sites"
+        return f"Flower, {len(self.roll.nodes)} sites"
 
     def close(self) -> None:
         self.tester.close()
@@ -85,14 +85,17 @@ class FlowerEngine:
     # who is there ----------------------------------------------------------------------------
     def online(self, round_: int) -> np.ndarray:
         """The sites that are connected, once there are enough of them; of those, the ones that the
-        stream has online."""
+        stream has online and that do not owe an answer."""
+        oldest = round_ - self.terms.late
+        self.owed = {sent: own for sent, own in self.owed.items() if own[1].round >= oldest}
         until = time.monotonic() + self.terms.wait
         told = False
         while True:
-            here = self._greet()
+            here = self.roll.greet()
             if len(here) >= self.terms.sites:
                 planned = self.program.stream.online(round_)
                 there = here if planned is None else here & set(np.asarray(planned).tolist())
+                there -= {client for client, _ in self.owed.values()}
                 return np.array(sorted(there), dtype=np.int64)
             if time.monotonic() > until:
                 raise EverfedError(
@@ -103,36 +106,6 @@ class FlowerEngine:
                 log(INFO, f"waiting for sites: {len(here)} of at least {self.terms.sites}")
                 told = True
             time.sleep(self.terms.poll)
-
-    def _greet(self) -> set[int]:
-        """Ask nodes that are new who they are; the clients that are connected."""
-        here = set(self.grid.get_node_ids())
-        for node in here - self.met - set(self.greeted):
-            message = Message(RecordDict(), node, HELLO, ttl=self.terms.deadline)
-            for sent in self.grid.push_messages([message]):
-                self.greeted[node] = sent
-        self._hear(here)
-        return {client for client, node in self.nodes.items() if node in here}
-
-    def _hear(self, here: set[int]) -> None:
-        """Take the answers of nodes that were asked who they are."""
-        asked = {sent: node for node, sent in self.greeted.items()}
-        for reply in self.hellos.look(asked):
-            node = asked.get(reply.metadata.reply_to_message_id)
-            if node is None or self.greeted.pop(node, None) is None:
-                continue
-            if reply.has_error():
-                log(WARNING, f"node {node} does not say who it is: {reason(reply.error)}")
-                continue
-            try:
-                client = client_of(str(reply.content.config_records["site"]["name"]))
-            except KeyError:
-                log(WARNING, f"node {node} does not say who it is")
-                continue
-            if self.nodes.get(client, node) in here - {node}:
-                log(WARNING, f"two nodes say that they are client {client}: the newer counts")
-            self.nodes[client] = node
-            self.met.add(node)
 
     # asking ----------------------------------------------------------------------------------
     def ask(
@@ -149,6 +122,8 @@ class FlowerEngine:
         good: dict[int, Opened] = {}
         bad: dict[int, str] = {}
         silent: dict[int, str] = {}
+        waiting: dict[str, int] = {}
+        late: dict[int, tuple[Opened, Ask]] = {}
         for attempt in range(self.terms.retries + 1):
             missing = [client for client in cohort if client not in good and client not in bad]
             if not missing or (attempt and len(good) >= need):
@@ -157,19 +132,27 @@ class FlowerEngine:
                 log(WARNING, f"round {ask.round + 1}: {self._short(good, cohort, silent)}; again")
                 self._await(missing, need - len(good))
                 again()
-            silent = self._exchange(ask, missing, states, good, bad)
+            silent, waiting = self._exchange(ask, missing, states, good, bad, late)
         if len(good) < need:
             raise EverfedError(
                 f"round {ask.round + 1}, {ask.exchange}: "
                 f"{self._short(good, cohort, silent | bad)}, "
                 f"and {need} are the quorum; the run can be resumed"
             )
-        return self._reduced(ask, good, silent | bad)
+        if self.terms.late and ask.exchange == "train":
+            self.owed |= {sent: (client, ask) for sent, client in waiting.items()}
+        answer = self._reduced(ask, good, silent | bad)
+        for client, (reply, own) in sorted(late.items()):
+            one = self._reduced(own, {client: reply}, {})
+            if one.reducer.n:
+                answer.late.append(held(client, own.round, ask.round, one.reducer))
+                answer.mine |= one.mine
+        return answer
 
     def _await(self, clients: list[int], count: int) -> None:
         """Give clients that are away time to come back: a dead node's error comes at once."""
         until = time.monotonic() + self.terms.deadline
-        while len(self._greet() & set(clients)) < count and time.monotonic() < until:
+        while len(self.roll.greet() & set(clients)) < count and time.monotonic() < until:
             time.sleep(self.terms.poll)
 
     def _short(self, good: Mapping[int, Any], cohort: list[int], why: Mapping[int, str]) -> str:
@@ -183,16 +166,21 @@ class FlowerEngine:
         states: Mapping[int, list[State]],
         good: dict[int, Opened],
         bad: dict[int, str],
-    ) -> dict[int, str]:
-        """One request to each client; fills `good` and `bad`, and gives who did not answer."""
+        late: dict[int, tuple[Opened, Ask]],
+    ) -> tuple[dict[int, str], dict[str, int]]:
+        """One request to each client; fills `good`, `bad` and, with answers to earlier rounds,
+        `late`, and gives who did not answer, and the messages that have no answer yet."""
         waiting: dict[str, int] = {}
         silent: dict[int, str] = {}
         shared = vectors(ask)
-        kind, group, ttl = f"train.{ask.exchange}", str(ask.round), self.terms.deadline
+        kind, group = f"train.{ask.exchange}", str(ask.round)
+        ttl = self.terms.deadline * (1 + self.terms.late)
         messages = []
         for client in clients:
             content = wrap(ask, self.run, _token(states.get(client)), shared)
-            messages.append(Message(content, self.nodes[client], kind, ttl=ttl, group_id=group))
+            messages.append(
+                Message(content, self.roll.nodes[client], kind, ttl=ttl, group_id=group)
+            )
         # together, so that Flower hashes and sends what they share once
         for client, sent in zip(clients, self.grid.push_messages(messages), strict=True):
             if sent:
@@ -201,8 +189,12 @@ class FlowerEngine:
                 silent[client] = "is not connected"
         until = time.monotonic() + self.terms.deadline
         while waiting and time.monotonic() < until:
-            for reply in self.replies.look(waiting):
-                client = waiting.pop(reply.metadata.reply_to_message_id, NONE)
+            for reply in self.replies.look({**waiting, **self.owed}):
+                to = reply.metadata.reply_to_message_id
+                if to in self.owed:
+                    self._take_late(reply, *self.owed.pop(to), late)
+                    continue
+                client = waiting.pop(to, NONE)
                 if client == NONE:
                     continue
                 if reply.has_error():
@@ -212,11 +204,22 @@ class FlowerEngine:
                     good[client] = open_reply(reply.content, ask, *self._expected(ask))
                 except ValueError as error:
                     bad[client] = f"its reply {error}"
-            self._hear(set(self.nodes.values()))  # an answer expires like any other
+            self.roll.hear(set(self.roll.nodes.values()))  # an answer expires like any other
             if waiting:
                 time.sleep(self.terms.poll)
-        late = f"no answer in {self.terms.deadline:g} s"
-        return silent | dict.fromkeys(waiting.values(), late)
+        none = f"no answer in {self.terms.deadline:g} s"
+        return silent | dict.fromkeys(waiting.values(), none), waiting
+
+    def _take_late(
+        self, reply: Message, client: int, ask: Ask, late: dict[int, tuple[Opened, Ask]]
+    ) -> None:
+        """An answer to an earlier round; one that cannot be used is no more than one that never
+        came."""
+        try:
+            if not reply.has_error():
+                late[client] = open_reply(reply.content, ask, *self._expected(ask)), ask
+        except ValueError as error:
+            log(WARNING, f"client {client}, late: its reply {error}")
 
     def _expected(self, ask: Ask) -> tuple[dict[str, int], set[str]]:
         shapes = {"update": len(ask.start), "buffers": len(ask.buffers)}
@@ -245,12 +248,12 @@ class FlowerEngine:
 
     def _masked(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
         """Ask so that only the sum of all uploads is seen."""
-        clients, shared = {self.nodes[client]: client for client in cohort}, vectors(ask)
+        clients, shared = {self.roll.nodes[client]: client for client in cohort}, vectors(ask)
         answer = Answer(reducer(self.program.method, ask.exchange, self._shapes(ask)), {})
         for attempt in range(self.terms.retries + 1):
             if attempt:
                 log(WARNING, f"round {ask.round + 1}: too few for a masked sum; again")
-                self._greet()
+                self.roll.greet()
             contents = {
                 node: wrap(ask, self.run, _token(states.get(client)), shared)
                 for node, client in clients.items()
@@ -308,6 +311,8 @@ def server_app(config: str | Path, tests: Callable[[], Any] | None = None) -> Se
 
         if terms.secure:
             secure.check(made.method)
+            if terms.late or made.options["late"].chance:
+                raise EverfedError("a masked sum is of answers that come together: leave out late")
 
         def engine(program: ClientProgram) -> FlowerEngine:
             return FlowerEngine(program, grid, terms, run_name(folder))

@@ -36,6 +36,7 @@ class Answer:
     losses: list[float] = field(default_factory=list)
     empty: int = 0  #: clients without samples
     sent_up: int = 0  #: bytes of uploads
+    late: list[State] = field(default_factory=list)  #: replies to earlier rounds, see late.py
 
 
 class LocalEngine:

@@ -26,6 +26,9 @@ class Terms:
     quorum: Annotated[float, Field(gt=0, le=1)] = 0.5
     #: how often clients that did not answer are asked again before a round fails
     retries: NonNegativeInt = 2
+    #: rounds after its own in which an answer that missed the deadline still counts, less (see
+    #: [late]); until then its client is not asked again
+    late: NonNegativeInt = 0
     #: whether the server sees only sums of clients' uploads (Flower's SecAgg+)
     secure: bool = False
     #: what uploads are masked in: no number of theirs may be larger

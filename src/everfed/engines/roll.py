@@ -1,0 +1,61 @@
+"""Which site is at which node: a Flower federation knows its nodes by numbers of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from logging import WARNING
+
+from flwr.app import Message, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+
+from everfed.engines.inbox import Inbox
+from everfed.engines.log import reason
+from everfed.engines.site import client_of
+from everfed.engines.terms import Terms
+
+HELLO = "query.hello"
+
+
+@dataclass
+class Roll:
+    """Asks nodes who they are."""
+
+    grid: Grid
+    terms: Terms
+    nodes: dict[int, int] = field(default_factory=dict)  #: client -> the node it is at
+    greeted: dict[int, str] = field(default_factory=dict)  #: node -> message, not yet answered
+    met: set[int] = field(default_factory=set)  #: nodes that have said who they are
+
+    def __post_init__(self) -> None:
+        self.inbox = Inbox(self.grid, self.terms.poll)
+
+    def greet(self) -> set[int]:
+        """Ask nodes that are new who they are; the clients that are connected."""
+        here = set(self.grid.get_node_ids())
+        for node in here - self.met - set(self.greeted):
+            message = Message(RecordDict(), node, HELLO, ttl=self.terms.deadline)
+            for sent in self.grid.push_messages([message]):
+                self.greeted[node] = sent
+        self.hear(here)
+        return {client for client, node in self.nodes.items() if node in here}
+
+    def hear(self, here: set[int]) -> None:
+        """Take the answers of nodes that were asked who they are."""
+        asked = {sent: node for node, sent in self.greeted.items()}
+        for reply in self.inbox.look(asked):
+            node = asked.get(reply.metadata.reply_to_message_id)
+            if node is None or self.greeted.pop(node, None) is None:
+                continue
+            if reply.has_error():
+                log(WARNING, f"node {node} does not say who it is: {reason(reply.error)}")
+                continue
+            try:
+                client = client_of(str(reply.content.config_records["site"]["name"]))
+            except KeyError:
+                log(WARNING, f"node {node} does not say who it is")
+                continue
+            if self.nodes.get(client, node) in here - {node}:
+                log(WARNING, f"two nodes say that they are client {client}: the newer counts")
+            self.nodes[client] = node
+            self.met.add(node)

@@ -1,0 +1,75 @@
+"""Replies that come late, or never.
+
+A reply that is tau rounds late counts in the round in which it comes, with its update times
+(1 + tau)^-discount (FedBuff has an exponent of 1/2): it was made for an older model. A client whose
+reply is under way is not asked for another one. Its state, which is its own, is new at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from everfed.chance import rng
+from everfed.errors import EverfedError
+from everfed.method import State
+from everfed.reduce import Reducer, Uploads
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Late:
+    """Section [late] of a configuration: how often replies are late or lost, and what then.
+
+    >>> Late(lost=0.5).draw([0, 1, 2, 3], seed=0, round_=7)
+    {0: 0, 1: None, 2: None, 3: None}
+    """
+
+    #: chance that a client's reply never comes
+    lost: Share = 0.0
+    #: chance that it comes late
+    chance: Share = 0.0
+    #: how many rounds late at most: each number is as likely
+    rounds: PositiveInt = 1
+    #: an update that comes t rounds late counts (1 + t)^-discount
+    discount: NonNegativeFloat = 0.5
+
+    def __post_init__(self) -> None:
+        if self.lost + self.chance > 1:
+            raise EverfedError("late.lost and late.chance are more than 1 together")
+
+    def draw(self, cohort: Sequence[int], seed: int, round_: int) -> dict[int, int | None]:
+        """How many rounds late each client's reply comes; None: never."""
+        if not self.lost and not self.chance:
+            return dict.fromkeys(cohort, 0)
+        out: dict[int, int | None] = {}
+        for client in cohort:
+            random = rng(seed, "late", round_, client)
+            kind, by = random.random(), int(random.integers(1, self.rounds + 1))
+            late = by if kind < self.lost + self.chance else 0
+            out[client] = None if kind < self.lost else late
+        return out
+
+    def factor(self, rounds: int) -> float:
+        """What an update counts that is so many rounds late."""
+        return float((1 + rounds) ** -self.discount)
+
+
+def held(client: int, sent: int, due: int, reply: Reducer) -> State:
+    """One client's reply, to be counted in round `due`; the way back is `count`."""
+    rows: Uploads = {key: v for key, v in reply.values().items() if key not in ("plain", "squares")}
+    kept = {key: v if key in reply.stacks else v[None] for key, v in rows.items()}
+    at = torch.tensor([client, sent, due])
+    return kept | {"at": at, "weight": torch.tensor([reply.weight], dtype=torch.float64)}
+
+
+def count(reply: State, into: Reducer, discount: float) -> None:
+    """Take a reply in, its update times `discount`."""
+    rows = {key: value for key, value in reply.items() if key not in ("at", "weight")}
+    rows["update"] = rows["update"] * discount
+    into.add([int(reply["at"][0])], rows, reply["weight"])

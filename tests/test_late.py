@@ -1,0 +1,103 @@
+"""Replies that come late or never: what they count, on every engine, across a resume."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import everfed as ef
+from everfed.late import Late
+from everfed.local import Local
+from everfed.runs import Interrupted
+from quadratics import Q2, Game
+
+#: methods with a state of the server, of clients, uploads that are stacked, an aggregate
+METHODS = {
+    "fedavg": ef.methods.fedavg(),
+    "fedeve": ef.methods.fedeve(),
+    "scaffold": ef.methods.scaffold(),
+    "cfl_regularization": ef.methods.cfl_regularization(),
+    "median": ef.methods.fedavg() + ef.methods.median(),
+}
+
+
+class Planned(Late):
+    """Client 1 is one round late in the first round."""
+
+    def draw(self, cohort, seed, round_):
+        return {client: int((client, round_) == (1, 0)) for client in cohort}
+
+
+def test_a_late_update_counts_less_in_the_round_in_which_it_comes():
+    """Steps are -0.1 (w - 1) and -0.2 (w - 4); client 1 is not asked while its reply is under way."""
+    local = Local(lr=0.1, steps=1, batch=8)
+    game = Game(ef.methods.fedavg(average="uniform"), [Q2], rounds=3, local=local)
+    game.rounds.late = Planned(discount=0.5)
+    first, second, third = (float(w[0]) for w in game.play_all())
+    assert first == pytest.approx(0.1)
+    assert second == pytest.approx(0.1 + (0.09 + 0.8 / np.sqrt(2)) / 2)
+    assert third == pytest.approx(second - (0.1 * (second - 1) + 0.2 * (second - 4)) / 2)
+
+
+def test_without_a_discount_a_step_of_the_anchor_is_the_same_a_round_later():
+    """With one client whose every reply is a round late, FedAvg makes its steps in every second
+    round, and they are the prompt client's."""
+    local = Local(lr=0.1, steps=1, batch=8)
+    prompt = Game(ef.methods.fedavg(), [Q2[:1]], rounds=3, local=local).play_all()
+    game = Game(ef.methods.fedavg(), [Q2[:1]], rounds=6, local=local)
+    game.rounds.late = Late(chance=1.0, discount=0.0)
+    late = game.play_all()
+    assert np.allclose(late[1::2], prompt)
+
+
+def test_shares_of_lost_and_late_replies_are_those_asked_for():
+    late = Late(lost=0.2, chance=0.3, rounds=3)
+    drawn = [by for t in range(200) for by in late.draw(range(20), seed=1, round_=t).values()]
+    shares = [np.mean([by == k for by in drawn]) for k in (None, 0, 1, 2, 3)]
+    assert shares == pytest.approx(
+        [0.2, 0.5, 0.1, 0.1, 0.1], abs=0.02
+    )  # 3 deviations of 4000 draws
+
+
+@pytest.fixture(scope="module")
+def stream():
+    digits = ef.data.digits(["plain", "inverted"])
+    return ef.streams.domains(digits, clients=6, alpha=1.0, rounds=4)
+
+
+def go(method, stream, **more):
+    late = Late(lost=0.15, chance=0.3, rounds=2)
+    return ef.run(
+        method, stream, ef.models.mlp(64, 12, 10), sample=4, late=late, **({"workers": 1} | more)
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_with_two_workers_and_after_a_resume(name, stream, tmp_path):
+    method = METHODS[name]
+    whole = go(method, stream)
+    counted = {m: sum(r["value"] for r in whole.records if r["metric"] == m)
+               for m in ("late_updates", "lost_replies")}  # fmt: skip
+    assert all(counted.values())
+    both = go(method, stream, workers=2)
+    assert float((both.vector - whole.vector).norm() / whole.vector.norm()) < 1e-5
+    options = {"folder": tmp_path / "run", "checkpoint_seconds": 0}
+    for k in range(1, 8):  # killed after every round: replies are under way in some
+
+        def stop(progress, k=k):
+            if progress.round == k:
+                raise Interrupted("")
+
+        with pytest.raises(Interrupted):
+            go(method, stream, on_round=stop, resume=k > 1, **options)
+    again = go(method, stream, resume=True, **options)
+    assert torch.equal(again.vector, whole.vector)
+
+
+def test_a_round_in_which_nothing_comes_leaves_the_model(stream):
+    result = ef.run(
+        ef.methods.fedavg(), stream, ef.models.mlp(64, 12, 10), late=Late(lost=1.0), workers=1
+    )
+    assert sum(r["metric"] == "lost_round" for r in result.records) == 8
+    assert "no client's update could be used" in result.warnings[0]
