@@ -1,4 +1,4 @@
-"""SPECIAL's bounds: as formulas, and on real runs."""
+"""SPECIAL: its bounds as formulas and on real runs, lam = "auto", the paper's own sizes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import everfed as ef
+from everfed import config
 from everfed.cli import app
 from everfed.errors import EverfedError
+from everfed.method import Reduced
+from everfed.methods.special import Anchor, budget
+from everfed.reproduce import preset
 from everfed.theory import special
 from everfed.theory.special import Constants
+from everfed.vector import Layout
 
 
 @pytest.mark.parametrize(
@@ -90,3 +96,65 @@ def test_a_real_run_keeps_the_bounds(lam):
         assert (reach <= largest * (1 + 1e-5)).all()
         cap = special.cap(Constants(lam=lam, task=task + 1, steps=20, lr=0.2, bound=1.0))
         assert 0 < distance.max() <= cap
+
+
+def test_auto_keeps_to_its_budget_and_pulls_only_there():
+    """The budget is the first task's way over sqrt(i (i - 1)), and within it nothing is pulled."""
+    stream = ef.streams.domains(ef.data.digits(["plain", "inverted", "rotated"]), rounds=8)
+    runs = {lam: ef.run(ef.methods.special(lam, server_lr=1.0), stream, ef.models.mlp(64, 64, 10), seed=3,
+                        local=ef.Local(lr=0.2, epochs=2), sample=4) for lam in ("auto", 0.0)}  # fmt: skip
+
+    def seen(lam, name, task):
+        return np.array([r["value"] for r in runs[lam].records
+                         if r["metric"] == f"anchor_{name}" and r["task"] == task])  # fmt: skip
+
+    pulled = seen("auto", "lam", 1) > 0
+    assert pulled.any()
+    assert not pulled[0]
+    # until the first pull it is the method without an anchor, to the last bit
+    until = int(pulled.argmax())
+    assert (seen("auto", "distance", 1)[:until] == seen(0.0, "distance", 1)[:until]).all()
+    ends = seen("auto", "distance", 1)[pulled]
+    assert ends == pytest.approx(np.full(len(ends), ends[0]), rel=1e-4)
+    assert ends[0] < seen(0.0, "distance", 1).max()
+    # the second budget against the third: sqrt(6) / sqrt(2)
+    assert seen("auto", "distance", 2).max() == pytest.approx(ends[0] / 3**0.5, rel=1e-4)
+
+
+def test_the_budget_is_the_step_of_a_mean_of_unrelated_solutions():
+    solutions = 5.0 * np.eye(4)  # as far from the start as each other, in unrelated directions
+    for k in (2, 3, 4):
+        step = np.linalg.norm(solutions[:k].mean(0) - solutions[: k - 1].mean(0))
+        assert float(budget(torch.tensor(5.0), torch.tensor(k))) == pytest.approx(step)
+
+
+def test_auto_without_a_first_way_is_free():
+    """A first task in which nothing moved says nothing of distances."""
+    part = Anchor("auto")
+    still = torch.zeros(3)
+    empty = Reduced({}, still, 0, 0.0, 1, 0, 0)
+    s = part.task_end(part.init(still, Layout(())), still, empty)
+    step, s = part.fold(s, torch.ones(3), empty)
+    assert step.tolist() == [1, 1, 1]
+    assert part.metrics(s)["anchor_lam"] == 0
+
+
+@pytest.mark.parametrize("name", ["special-digits", "special-pacs", "special-cifar100"])
+def test_the_papers_network_takes_the_data(name, tmp_path):
+    """--full parses, and its network is built on images of its size."""
+    settings = preset.read(name).settings("full")
+    size = settings.data.get("size", 32)
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "few.npz", x=rng.integers(0, 255, (40, size, size, 3), dtype=np.uint8),
+             y=np.arange(40) % 10, domain=np.arange(40) % 2)  # fmt: skip
+    few = {"name": "npz", "file": str(tmp_path / "few.npz"), "task": "domain"}
+    stream = (
+        settings.stream | {"clients": 2} | ({} if "tasks" in settings.stream else {"alpha": None})
+    )
+    stream.pop("order", None)
+    changed = {"data": few, "stream": stream, "sample": 2, "device": "cpu"}
+    made = config.experiment(settings.model_copy(update=changed))
+    assert made.options["local"].lr == 0.001
+    with torch.no_grad():
+        z = made.model()(torch.zeros(1, 3, size, size))
+    assert z.shape == (1, 10)
