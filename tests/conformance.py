@@ -54,6 +54,7 @@ ROWS = {
     "fedtrack iag": Row(methods.fedtrack),
     "special": Row(methods.special, {}, reference.special, {"lam": 0.25, "server_lr": "1/task"},
                    off={"lam": 0.0, "server_lr": 1.0}),
+    "special auto": Row(methods.special, {"lam": "auto"}),
     "special_c": Row(methods.special_c, {}, reference.special_c, {"lam": 0.2}, off={"lam": 0.0}),
     "fedeve": Row(methods.fedeve, {}, reference.fedeve, {"q_mode": "innovation"}),
     "fedeve update": Row(methods.fedeve, {"q_mode": "update"}, reference.fedeve,

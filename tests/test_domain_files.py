@@ -243,6 +243,21 @@ def test_pacs_folders(pacs, tmp_path):
         ef.data.folders("PACS", tmp_path, domains=["photos"])
 
 
+def test_pacs_arrays_are_brought_to_size(pacs, tmp_path):
+    """The smallest file that is large enough, in the channels that are asked for."""
+    x = np.concatenate(list(pacs.values()))
+    y = np.repeat(np.arange(len(pacs)) % 7, 12)
+    domain = np.repeat(np.arange(len(pacs)) // 7, 12)
+    np.savez(tmp_path / "pacs_32px.npz", x=x, y=y, domain=domain, domains=["a", "b", "c", "d"])
+    np.savez(tmp_path / "pacs_64px.npz", x=x[:0], y=y[:0])
+    data = ef.data.pacs(tmp_path, size=16, channels=1)
+    assert data.x.shape == (len(x), 1, 16, 16)
+    whole = ef.data.pacs(tmp_path).x.float().mean().item()
+    assert data.x.float().mean().item() == pytest.approx(whole, rel=0.05)
+    with pytest.raises(EverfedError, match="pacs is not there"):
+        ef.data.pacs(tmp_path, size=128)
+
+
 def test_folders_that_are_divided_or_listed(pacs, tmp_path):
     first_five = sorted({label for _, label in pacs})[:5]
     vlcs = {"photo": "CALTECH", "art_painting": "LABELME", "cartoon": "SUN", "sketch": "PASCAL"}

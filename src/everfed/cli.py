@@ -380,6 +380,34 @@ def theory_rounds(
           f"local learning rates up to {rates.largest_rate(k):.3g}.")  # fmt: skip
 
 
+@theory.command("special")
+def theory_special(
+    lam: Annotated[float, typer.Option(help="λ, the pull to the anchor.")] = 0.25,
+    task: Annotated[int, typer.Option(help="K, which task, counted from 1.")] = 2,
+    clients: Annotated[int, typer.Option(help="M, in all.")] = 8,
+    sample: Annotated[int, typer.Option(help="N, in a round.")] = 4,
+    rounds: Annotated[int, typer.Option(help="T, of the task.")] = 20,
+    steps: Annotated[int, typer.Option(help="E, local steps of a client in a round.")] = 5,
+    lr: Annotated[float, typer.Option(help="γ_L, of clients.")] = 1e-3,
+    server_lr: Annotated[float | None, typer.Option(help="γ_G; default: 1 / K.")] = None,
+    bound: Annotated[float, typer.Option(help="B, the largest norm of a gradient.")] = 1.0,
+    smooth: Annotated[float, typer.Option(help="L, smoothness.")] = 1.0,
+    noise: Annotated[float, typer.Option(help="σ_L², of stochastic gradients.")] = 1.0,
+    client: Annotated[float, typer.Option(help="σ_G², between clients.")] = 1.0,
+    between: Annotated[float, typer.Option(help="σ_T², between tasks.")] = 1.0,
+    past: Annotated[float, typer.Option(help="Norm of the earlier tasks' gradient.")] = 1.0,
+    gap: Annotated[float, typer.Option(help="Loss of all tasks above its optimum.")] = 1.0,
+    cosine: Annotated[float, typer.Option(help="ε, least agreement of gradients.")] = 0.1,
+) -> None:
+    """SPECIAL's bounds (Lemma 4.9, Theorems 4.7 and 4.10), and where they say nothing."""
+    from everfed.theory import special
+
+    k = special.Constants(lam, task, clients, sample, rounds, steps, lr, server_lr, bound, smooth,
+                          noise, client, between, past, gap, cosine)  # fmt: skip
+    for line in special.told(k):
+        print(line)
+
+
 @theory.command("drift")
 def theory_drift(
     config: ConfigFile = None,

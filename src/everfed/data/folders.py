@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pydantic import PositiveInt
 
 from everfed.chance import rng
 from everfed.data.files import Missing, data_folder, npz
-from everfed.data.images import Channels, decoded
+from everfed.data.images import Channels, decoded, fit
 from everfed.data.table import Data, arrays
 from everfed.errors import EverfedError
 
@@ -93,7 +94,7 @@ def pacs(
 ) -> Data:
     """PACS: 9,991 images of 7 classes as sketches, cartoons, photos and art paintings.
 
-    Folders, or pacs_SIZEpx.npz with x, y, domain and domains.
+    Folders, or arrays of at least that size, as in pacs_32px.npz: x, y, domain and domains.
 
     Args:
         folder: the data folder; left out: the environment's EVERFED_DATA.
@@ -150,8 +151,11 @@ def _known(
                     f'{name}; get it from {known.source}, or read it with name = "folders"'
                 )
             return data
-    if (root / f"{name}_{size}px.npz").is_file():
-        return npz(f"{name}_{size}px.npz", root, task="domain")
+    kept = [re.fullmatch(rf"{name}_(\d+)px.npz", file.name) for file in root.glob("*px.npz")]
+    sizes = {int(own[1]): own[0] for own in kept if own}
+    if large := [pixels for pixels in sizes if pixels >= size]:
+        data = npz(sizes[min(large)], root, task="domain")
+        return replace(data, x=fit(data.x, size, channels))
     raise Missing(
         f"{name} is not there: {root / known.places[0]} should hold the folders "
         f"{', '.join(known.domains)}, each with one folder a class. Get it from {known.source}"

@@ -10,6 +10,15 @@ SPECIAL-C does it at the clients, after every local epoch, with 2 lambda (its pr
     y <- (x + 2 lambda theta_{i-1}) / (1 + 2 lambda)
 
 Under SPECIAL a task moves the model by at most 1/lambda of its per-round steps.
+
+lam = "auto" (not in the paper) pulls only as hard as a budget of distance asks for: in task i
+
+    lambda = max(0, |theta_bar - theta_{i-1}| / B_i - 1)
+    B_i = |theta_1 - theta_0| / sqrt(i (i - 1))
+
+B_i is how far the i-th task moves the best common model if the tasks' own solutions lie as far from
+theta_0 as the first one's, in unrelated directions, with losses that are alike around them: the
+best common model is then the solutions' mean, and a mean of i - 1 moves so far when the i-th comes.
 """
 
 from __future__ import annotations
@@ -18,16 +27,26 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
-from torch import Tensor, where
+from torch import Tensor, full_like, where, zeros_like
 
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.fedavg import ServerRate
 from everfed.methods.registry import register
+from everfed.vector import Layout
 
 
-def pull(theta: Tensor, anchor: Tensor, lam: float) -> Tensor:
+def pull(theta: Tensor, anchor: Tensor, lam: float | Tensor) -> Tensor:
     """The proximal step towards the anchor."""
     return (theta + lam * anchor) / (1 + lam)
+
+
+def budget(first: Tensor, task: Tensor) -> Tensor:
+    """How far the task (counted from 1) may move the model, given how far the first one did.
+
+    >>> [round(float(budget(tensor(6.0), tensor(k))), 3) for k in (2, 3, 4)]
+    [4.243, 2.449, 1.732]
+    """
+    return first / (task * (task - 1)).sqrt()
 
 
 @dataclass(frozen=True)
@@ -35,19 +54,35 @@ class Anchor(Part):
     """Pulls the server's model to that of the previous task's end, every round."""
 
     stage = 5
-    lam: NonNegativeFloat = 0.25
+    lam: NonNegativeFloat | Literal["auto"] = 0.25
+
+    def init(self, w: Tensor, layout: Layout) -> State:
+        return {"begin": w} if self.lam == "auto" else {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         if "anchor" not in s:
             return update, s
-        new = pull(r.w + update, s["anchor"], self.lam)
-        return new - r.w, s | {"distance": (new - s["anchor"]).norm()}
+        moved = r.w + update
+        lam = self._needed(s, moved) if self.lam == "auto" else full_like(update[0], self.lam)
+        new = pull(moved, s["anchor"], lam)
+        told = {"distance": (new - s["anchor"]).norm(), "step": update.norm(), "lam": lam}
+        return new - r.w, s | told
+
+    def _needed(self, s: State, moved: Tensor) -> Tensor:
+        """The pull that keeps the model within the budget; none if the first task moved nothing."""
+        over = (moved - s["anchor"]).norm() / budget(s["first"], s["task"]) - 1
+        return where(s["first"] > 0, over.clamp(min=0), zeros_like(over))
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
-        return {"anchor": w}
+        if self.lam != "auto":
+            return {"anchor": w}
+        first = s["first"] if "first" in s else (w - s["begin"]).norm()
+        task = s["task"] + 1 if "task" in s else full_like(first, 2)
+        return {"anchor": w, "first": first, "task": task}
 
     def metrics(self, s: State) -> dict[str, float]:
-        return {"anchor_distance": float(s["distance"])} if "distance" in s else {}
+        names = ("distance", "step", "lam")
+        return {f"anchor_{name}": float(s[name]) for name in names if name in s}
 
 
 @dataclass(frozen=True)
@@ -71,14 +106,15 @@ class ClientAnchor(Part):
 
 @register("SPECIAL: Server-Proximal Aggregation")
 def special(
-    lam: NonNegativeFloat = 0.25,
+    lam: NonNegativeFloat | Literal["auto"] = 0.25,
     server_lr: PositiveFloat | Literal["1/task"] = "1/task",
     average: Average = "uniform",
 ) -> Method:
     """A server-side anchor at the previous task's model.
 
     Args:
-        lam: strength of the pull to the anchor.
+        lam: strength of the pull to the anchor; "auto": as much as keeps a task's way within a
+            budget that follows from the first task's.
         server_lr: the server's step before the pull; "1/task": 1/k in the k-th task.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """

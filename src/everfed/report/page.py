@@ -106,8 +106,10 @@ PANELS: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
      {"kalman_gain": ""}),
     ("Drift variances", "FedEve's estimates: between rounds and between clients", True,
      {"period_drift": "period drift", "client_drift": "client drift"}),
-    ("Distance to the anchor", "SPECIAL: to the model at the previous task's end", False,
-     {"anchor_distance": ""}),
+    ("Distance to the anchor", "SPECIAL: to the previous task's model; and the round's step, "
+     "before the pull", False,
+     {"anchor_distance": "distance", "anchor_step": "step"}),
+    ("Pull to the anchor", "SPECIAL's λ", False, {"anchor_lam": ""}),
     ("Forgetting term Γ", "C-FLAG: Σ pᵢΓᵢ with each client's own rates; lower is better", False,
      {"gamma": ""}),
     ("Transference and interference", "C-FLAG: clients whose steps help or harm the memory", False,

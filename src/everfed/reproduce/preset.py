@@ -131,11 +131,19 @@ class Preset:
 
 
 def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Changed settings, section by section."""
-    return values | {
-        key: merged(values[key], own) if isinstance(own, dict) and key in values else own
-        for key, own in changes.items()
-    }
+    """Changed settings, section by section; one that names another data set, stream, model or
+    method is taken as it is.
+
+    >>> merged({"model": {"name": "cnn", "width": 8}}, {"model": {"name": "resnet18"}})
+    {'model': {'name': 'resnet18'}}
+    """
+
+    def change(old: Any, own: Any) -> Any:
+        if not isinstance(old, dict) or not isinstance(own, dict):
+            return own
+        return own if own.get("name", old.get("name")) != old.get("name") else merged(old, own)
+
+    return values | {key: change(values.get(key), own) for key, own in changes.items()}
 
 
 def commit() -> str:

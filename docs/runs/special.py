@@ -1,0 +1,81 @@
+"""Makes the small tables of SPECIAL's section in docs/reproduction.md: one setting of the preset
+special-digits (or special-pacs) is changed at a time. Runs are kept in runs/docs/special; what is
+finished is not run again.
+
+python docs/runs/special.py [NAME ...]    all, or some of lambda, clients, rounds, ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everfed import compare as comparing
+from everfed import config as configs
+from everfed.metrics import summarise
+from everfed.records import collect
+from everfed.reproduce import preset
+
+HERE = Path(__file__).parent
+SEEDS = [25]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The settings of each row, and the methods that are the columns."""
+
+    rows: dict[str, dict[str, Any]]
+    methods: tuple[str, ...] = ("fedavg", "special", "special_auto")
+    of: str = "special-digits"
+
+
+def lam(value: float) -> dict[str, Any]:
+    return {"methods": {"special": {"lam": value}}}
+
+
+LAMBDAS = {f"λ = {value:g}": lam(value) for value in (0.0, 0.02, 0.05, 0.1, 0.25, 1.0)}
+SWEEPS = {
+    "lambda": Sweep(LAMBDAS, ("special",)),
+    "lambda-pacs": Sweep(LAMBDAS, ("special",), "special-pacs"),
+    "clients": Sweep({f"N = {n}": {"sample": n} for n in (2, 4, 6, 8)}),
+    "rates": Sweep({f"lr = {lr}": {"local": {"lr": lr}} for lr in (0.005, 0.01, 0.02, 0.05)}),
+    "rounds": Sweep({f"T = {t}": {"stream": {"rounds": t}} for t in (1, 5, 10, 20, 30)}),
+    "epochs": Sweep({f"E = {e}": {"local": {"epochs": e}} for e in (1, 3, 5, 10)}),
+    "skew": Sweep({f"α = {a:g}": {"stream": {"alpha": a}} for a in (0.05, 0.1, 0.3, 1.0, 100.0)}),
+}
+
+
+def main(names: Sequence[str]) -> None:
+    for name in names:
+        sweep = SWEEPS[name]
+        lines = [
+            ["", *(f"`{method}`" for method in sweep.methods)],
+            ["---"] * (1 + len(sweep.methods)),
+        ]
+        for row, changes in sweep.rows.items():
+            lines.append([row, *(cell(name, row, method, changes) for method in sweep.methods)])
+        text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        (HERE / "results" / f"special-{name}.md").write_text(text)
+
+
+def cell(name: str, row: str, method: str, changes: dict[str, Any]) -> str:
+    """ACC and BWT of a method, mean over the seeds."""
+    sweep = SWEEPS[name]
+    own = {"compare": {"methods": [method], "seeds": SEEDS}}
+    values = preset.merged(preset.merged(preset.read(sweep.of).values, changes), own)
+    settings = configs.parse(values)
+    folder = Path("runs/docs/special") / name / row.replace(" ", "") / method
+    if not (folder / "compare.json").exists():
+        comparing.create(settings, folder)
+    comparing.run_all(settings, folder, jobs=1)
+    found = [summarise(run.records) for run in collect([folder])[method]]
+    acc = sum(summary.acc for summary in found) / len(found)
+    bwt = sum(summary.bwt for summary in found) / len(found)
+    return f"{100 * acc:.1f} / {100 * bwt:+.1f}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(SWEEPS))

@@ -1,0 +1,160 @@
+"""SPECIAL: its bounds as formulas and on real runs, lam = "auto", the paper's own sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import everfed as ef
+from everfed import config
+from everfed.cli import app
+from everfed.errors import EverfedError
+from everfed.method import Reduced
+from everfed.methods.special import Anchor, budget
+from everfed.reproduce import preset
+from everfed.theory import special
+from everfed.theory.special import Constants
+from everfed.vector import Layout
+
+
+@pytest.mark.parametrize(
+    ("lam", "rounds", "steps"), [(0.25, 20, 3.954), (0.05, 20, 12.462), (0.05, 30, 15.372)]
+)
+def test_travel_in_per_round_steps(lam, rounds, steps):
+    assert special.travel(lam, rounds) == pytest.approx(steps, abs=5e-4)
+    # equal steps u, pulled each round: what the formula sums
+    at = 0.0
+    for _ in range(rounds):
+        at = (at + 1) / (1 + lam)
+    assert special.travel(lam, rounds) == pytest.approx(at)
+
+
+def test_theorem_4_7_is_what_the_largest_rates_leave():
+    """The theorem's last step: (K-1)/2 L (gamma_G gamma_L E)^2 sigma_L^2 t / (lambda^2 + 2 lambda),
+    with both rates as large as it allows."""
+    k = Constants(lam=0.4, task=3, clients=6, sample=2, rounds=7, steps=4, bound=1.5, smooth=2.0,
+                  noise=0.3, past=2.5, cosine=0.2)  # fmt: skip
+    local, server = special.rise_rates(k)
+    left = (k.task - 1) / 2 * k.smooth * (server * local * k.steps) ** 2 * k.noise * k.rounds
+    assert special.rise(k) == pytest.approx(left / (k.lam**2 + 2 * k.lam))
+
+
+@pytest.mark.parametrize(("task", "vacuous"), [(2, True), (3, True), (4, False), (9, False)])
+def test_theorem_4_10_says_nothing_of_up_to_three_tasks(task, vacuous):
+    """2K/(K-1) K B^2 is in Psi whatever the rates; K^2 B^2 is the trivial bound."""
+    still = Constants(task=task, lr=1e-9, noise=0, client=0, between=0, past=0)
+    psi = sum(special.residue(still).values())
+    assert psi == pytest.approx(2 * task**2 / (task - 1))
+    assert (psi >= special.stationary_at_most(still)) == vacuous
+
+
+def test_full_participation_drops_the_terms_of_sampling():
+    """Corollary D.3 is Theorem 4.10 with N = M."""
+    k = Constants(sample=8, task=4, lr=0.01)
+    psi = special.residue(k)
+    turn = k.rate * k.lr / (1 + k.lam)
+    assert psi["client drift"] == 0
+    assert psi["bounded gradients"] == pytest.approx(8 / 3 * ((k.lr * 5 / k.lam) ** 2 + 4))
+    assert psi["local steps"] == pytest.approx(8 / 3 * 5 * k.lr**2 * 4 * 5 * (1 + 6 * 5))
+    assert psi["noise"] == pytest.approx(8 / 3 * 1.5 * turn / 8)
+    assert psi["task drift"] == pytest.approx(8 / 3 * 9 * 5 / 4 * 1.5 * turn)
+    assert special.falling(replace(k, rounds=40)) == pytest.approx(special.falling(k) / 2)
+
+
+def test_bounds_on_the_command_line():
+    told = CliRunner().invoke(app, ["theory", "special", "--task", "2"])
+    assert "at most 3.954 of its largest per-round steps" in told.output
+    assert "VACUOUS" in told.output
+    more = CliRunner().invoke(app, ["theory", "special", "--task", "9", "--rounds", "1000000"])
+    assert "says more than the 81 " in more.output
+    wrong = CliRunner().invoke(app, ["theory", "special", "--task", "1"])
+    assert isinstance(wrong.exception, EverfedError)
+    assert "the first has no anchor" in str(wrong.exception)
+
+
+@pytest.mark.parametrize("lam", [0.05, 0.5])
+def test_a_real_run_keeps_the_bounds(lam):
+    """Gradients clipped to norm 1 make B = 1, so Lemma 4.9's cap holds for certain."""
+    stream = ef.streams.domains(ef.data.digits(["plain", "inverted", "rotated"]), rounds=8)
+    local = ef.Local(lr=0.2, steps=20, clip=1.0)
+    run = ef.run(ef.methods.special(lam), stream, ef.models.mlp(64, 64, 10), local=local, sample=4)
+    for task in (1, 2):
+        seen = {name: np.array([r["value"] for r in run.records
+                                if r["metric"] == name and r["task"] == task])
+                for name in ("anchor_distance", "anchor_step")}  # fmt: skip
+        distance, step = seen["anchor_distance"], seen["anchor_step"]
+        assert len(distance) == len(step) == 8
+        # sum_tau (1 + lam)^-(t - tau) of the steps, then of the largest
+        reach = np.array([sum(step[: t + 1] * (1 + lam) ** -np.arange(t + 1, 0.0, -1))
+                          for t in range(8)])  # fmt: skip
+        assert (distance <= reach * (1 + 1e-5)).all()
+        largest = step.max() * np.array([special.travel(lam, t + 1) for t in range(8)])
+        assert (reach <= largest * (1 + 1e-5)).all()
+        cap = special.cap(Constants(lam=lam, task=task + 1, steps=20, lr=0.2, bound=1.0))
+        assert 0 < distance.max() <= cap
+
+
+def test_auto_keeps_to_its_budget_and_pulls_only_there():
+    """The budget is the first task's way over sqrt(i (i - 1)), and within it nothing is pulled."""
+    stream = ef.streams.domains(ef.data.digits(["plain", "inverted", "rotated"]), rounds=8)
+    runs = {lam: ef.run(ef.methods.special(lam, server_lr=1.0), stream, ef.models.mlp(64, 64, 10), seed=3,
+                        local=ef.Local(lr=0.2, epochs=2), sample=4) for lam in ("auto", 0.0)}  # fmt: skip
+
+    def seen(lam, name, task):
+        return np.array([r["value"] for r in runs[lam].records
+                         if r["metric"] == f"anchor_{name}" and r["task"] == task])  # fmt: skip
+
+    pulled = seen("auto", "lam", 1) > 0
+    assert pulled.any()
+    assert not pulled[0]
+    # until the first pull it is the method without an anchor, to the last bit
+    until = int(pulled.argmax())
+    assert (seen("auto", "distance", 1)[:until] == seen(0.0, "distance", 1)[:until]).all()
+    ends = seen("auto", "distance", 1)[pulled]
+    assert ends == pytest.approx(np.full(len(ends), ends[0]), rel=1e-4)
+    assert ends[0] < seen(0.0, "distance", 1).max()
+    # the second budget against the third: sqrt(6) / sqrt(2)
+    assert seen("auto", "distance", 2).max() == pytest.approx(ends[0] / 3**0.5, rel=1e-4)
+
+
+def test_the_budget_is_the_step_of_a_mean_of_unrelated_solutions():
+    solutions = 5.0 * np.eye(4)  # as far from the start as each other, in unrelated directions
+    for k in (2, 3, 4):
+        step = np.linalg.norm(solutions[:k].mean(0) - solutions[: k - 1].mean(0))
+        assert float(budget(torch.tensor(5.0), torch.tensor(k))) == pytest.approx(step)
+
+
+def test_auto_without_a_first_way_is_free():
+    """A first task in which nothing moved says nothing of distances."""
+    part = Anchor("auto")
+    still = torch.zeros(3)
+    empty = Reduced({}, still, 0, 0.0, 1, 0, 0)
+    s = part.task_end(part.init(still, Layout(())), still, empty)
+    step, s = part.fold(s, torch.ones(3), empty)
+    assert step.tolist() == [1, 1, 1]
+    assert part.metrics(s)["anchor_lam"] == 0
+
+
+@pytest.mark.parametrize("name", ["special-digits", "special-pacs", "special-cifar100"])
+def test_the_papers_network_takes_the_data(name, tmp_path):
+    """--full parses, and its network is built on images of its size."""
+    settings = preset.read(name).settings("full")
+    size = settings.data.get("size", 32)
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "few.npz", x=rng.integers(0, 255, (40, size, size, 3), dtype=np.uint8),
+             y=np.arange(40) % 10, domain=np.arange(40) % 2)  # fmt: skip
+    few = {"name": "npz", "file": str(tmp_path / "few.npz"), "task": "domain"}
+    stream = (
+        settings.stream | {"clients": 2} | ({} if "tasks" in settings.stream else {"alpha": None})
+    )
+    stream.pop("order", None)
+    changed = {"data": few, "stream": stream, "sample": 2, "device": "cpu"}
+    made = config.experiment(settings.model_copy(update=changed))
+    assert made.options["local"].lr == 0.001
+    with torch.no_grad():
+        z = made.model()(torch.zeros(1, 3, size, size))
+    assert z.shape == (1, 10)
