@@ -103,4 +103,7 @@ ROWS = {
     "krum": Row(methods.krum, {"bad": 0, "keep": 2}, off={"keep": 100}),
     "norm_bound": Row(methods.norm_bound, {"clip": 0.1}, off={"clip": 1e9}),
     "cflag iag": Row(methods.cflag, {"lipschitz": 2.0}),
+    "cflag samples": Row(methods.cflag, {"lipschitz": 2.0, "iag": "samples"}),
+    "cflag once": Row(methods.cflag, {"lipschitz": 2.0, "iag": False, "exchanges": 1}),
+    "cflag once iag": Row(methods.cflag, {"lipschitz": 2.0, "exchanges": 1}),
 }  # fmt: skip

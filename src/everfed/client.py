@@ -24,6 +24,7 @@ from everfed.compute.base import LossFunction, cross_entropy
 from everfed.data.table import Beside, Data
 from everfed.errors import EverfedError
 from everfed.local import Affine, Local, Optimiser, Plan, batches
+from everfed.memory import held_bytes
 from everfed.method import Context, Method, State
 from everfed.reduce import Uploads
 from everfed.streams.stream import Stream
@@ -268,6 +269,19 @@ class Phase(Context):
         p.compute.module.eval()
         return curvature.losses(p.compute, w, x, y, p.objective(self.task))
 
+    def fits(self, size: int) -> int:
+        most, sample = self.local.memory_bytes, self.program.stream.data.sample_bytes
+        if most is None:
+            return size
+        memories = sum(bool(part.remembers) for part in self.program.method.parts)
+        room = most // max(1, memories) // sample
+        if not room:
+            raise EverfedError(
+                f"local.memory_bytes = {most} has no room for a sample of {sample} bytes in each "
+                f"of the method's memories ({memories}): raise it"
+            )
+        return min(size, room)
+
     def labels(self, ids: np.ndarray) -> np.ndarray:
         y = self.program.data.y
         if y.is_floating_point() or y.dim() > 1:
@@ -355,8 +369,8 @@ class ClientProgram:
             planned = [(job, self._with_replay(ask, job, plan)) for job, plan in planned]
         # the largest first: shorter phases drop out at the end
         planned.sort(key=lambda item: (-len(item[1].steps), -len(item[0].trains_on)))
-        # there may be a gradient for each piece
-        most = max((len(plan.pieces) for _, plan in planned), default=0)
+        # there may be a gradient for each piece that is drawn
+        most = max((min(len(p.pieces), len(p.steps)) for _, p in planned), default=0)
         width = max(1, min(self.width, sequence.ROOM // (self.compute.layout.d * (1 + most))))
         for k in range(0, len(planned), width):
             group = planned[k : k + width]
@@ -389,6 +403,19 @@ class ClientProgram:
                 kind = type(self.method.parts[part]).__name__
                 raise EverfedError(f"{kind} uploads {key!r}, but its `reduces` does not say how")
         return {f"{part}.{key}": value for key, value in uploads.items()}
+
+    def _kept(self, part: int, state: State) -> State:
+        """A part's new state, if its samples are within the budget."""
+        own, most = self.method.parts[part], self.local.memory_bytes
+        if (
+            most is not None
+            and (held := held_bytes(own, state, self.stream.data.sample_bytes)) > most
+        ):
+            raise EverfedError(
+                f"{type(own).__name__} keeps {held} bytes of samples, and local.memory_bytes is "
+                f"{most}: it must ask `Context.fits`"
+            )
+        return state
 
     def _with_data(self, ask: Ask, job: Job) -> Job:
         """The job with all that the parts add to its data."""
@@ -437,7 +464,7 @@ class ClientProgram:
         mine = list(job.mine)
         for i in self.hooks[ask.exchange]:
             own, changes = self._hook(ask.exchange, i, phase)(w)
-            mine[i] = mine[i] | changes
+            mine[i] = self._kept(i, mine[i] | changes)
             uploads |= self._named(i, {key: value.unsqueeze(0) for key, value in own.items()})
         for i in self.hooks["seal"]:
             uploads = self._hook("seal", i, phase)(uploads)
@@ -572,7 +599,8 @@ class ClientProgram:
         for i in self.hooks["remember"]:
             for row, job in enumerate(jobs):
                 alone = Phase(self, ask, [replace(job, mine=mine[row])], alone=True)
-                mine[row][i] = mine[row][i] | self._hook("remember", i, alone)(w[row])
+                new = mine[row][i] | self._hook("remember", i, alone)(w[row])
+                mine[row][i] = self._kept(i, new)
         for i in self.hooks["seal"]:
             uploads = self._hook("seal", i, phase)(uploads)
             losses = torch.full_like(losses, torch.nan)  # a loss is not among what is sealed

@@ -48,6 +48,8 @@ class Local:
     decay: Annotated[float, Field(gt=0, le=1)] = 0.96
     #: start the schedule anew at every task
     reset: bool = True
+    #: largest size of all samples, inputs and labels, that a client may keep for a method's memory
+    memory_bytes: Annotated[int, Field(gt=0)] | None = None
 
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:
@@ -166,6 +168,10 @@ class Optimiser:
         w.addcdiv_(m, (v.sqrt() / math.sqrt(bias2)).add_(s.eps), value=-lr / bias1)
 
 
+#: whether batches are pieces of a fixed cut, and which: of a batch's size, or single samples
+Components = bool | Literal["samples"]
+
+
 @dataclass(frozen=True, config=ConfigDict(arbitrary_types_allowed=True))
 class Plan:
     """The batches of one client's local phase."""
@@ -178,10 +184,11 @@ class Plan:
 
 
 def batches(
-    ids: np.ndarray, local: Local, seed: int, round_: int, client: int, components: bool
+    ids: np.ndarray, local: Local, seed: int, round_: int, client: int, components: Components
 ) -> Plan:
-    """Epochs are fresh permutations cut into batches. With `components` the data are cut once and
-    every step draws one of the pieces with replacement (incremental aggregated gradients)."""
+    """Epochs are fresh permutations cut into batches. With `components` the data are cut once, into
+    batches or single samples, and every step draws one of the pieces with replacement (incremental
+    aggregated gradients)."""
     random, size = rng(seed, "batches", round_, client), local.batch
     per_epoch = -(-len(ids) // size)
     count = local.steps or local.epochs * per_epoch
@@ -190,7 +197,8 @@ def batches(
         return [order[k : k + size] for k in range(0, len(ids), size)]
 
     if components:
-        pieces = epoch(ids[rng(seed, "components", round_, client).permutation(len(ids))])
+        order = ids[rng(seed, "components", round_, client).permutation(len(ids))]
+        pieces = list(order[:, None]) if components == "samples" else epoch(order)
         picks = random.integers(len(pieces), size=count).tolist()
         return Plan([pieces[j] for j in picks], per_epoch, pieces, picks)
     steps: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""Which samples a client keeps: pure choices on indices."""
+"""Which samples a client keeps: pure choices on indices; and how much that is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everfed.method import Part, State
 from everfed.vector import unit
 
 #: what gives way when sets outgrow a budget: all alike, or the one least recently met
@@ -30,6 +31,11 @@ def allotted(sizes: list[int], budget: int, evict: Evict) -> list[int]:
             oldest = next(k for k, size in enumerate(kept) if size)
             kept[oldest] -= min(kept[oldest], excess)
     return kept
+
+
+def held_bytes(part: Part, state: State, sample: int) -> int:
+    """Size of the samples that a part's client state refers to, each of `sample` bytes."""
+    return sample * sum(state[key].numel() for key in part.remembers if key in state)
 
 
 def uniform(ids: np.ndarray, size: int, random: np.random.Generator) -> np.ndarray:

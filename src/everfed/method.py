@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from everfed.errors import EverfedError
-from everfed.local import Affine, Local
+from everfed.local import Affine, Components, Local
 from everfed.vector import Layout
 
 #: A part's server state, client state, extras for clients or uploads: named tensors.
@@ -108,6 +108,10 @@ class Context(Protocol):
         """The loss of model w on each of some samples, with a gradient in x; evaluation mode."""
         ...
 
+    def fits(self, size: int) -> int:
+        """`size`, or the fewer samples that a memory has room for in `local.memory_bytes`."""
+        ...
+
     def labels(self, ids: np.ndarray) -> np.ndarray:
         """Classes of samples; all 0 where labels are not classes."""
         ...
@@ -169,7 +173,8 @@ class Part:
     stage: ClassVar[int] = 1
     #: extras that change only at a task's end, so that a client needs them once a task
     once: ClassVar[tuple[str, ...]] = ()
-    #: entries of the client state that are indices of samples
+    #: entries of the client state that are indices of samples; they are as many as `Context.fits`
+    #: says at most
     remembers: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -183,8 +188,9 @@ class Part:
         return True
 
     @property
-    def components(self) -> bool:
-        """Whether batches are components of a fixed cut, drawn with replacement."""
+    def components(self) -> Components:
+        """Whether batches are components of a fixed cut, drawn with replacement; "samples": they
+        are single samples."""
         return False
 
     @property
@@ -392,9 +398,9 @@ class Method:
         return all(part.batched for part in self.parts)
 
     @cached_property
-    def components(self) -> bool:
+    def components(self) -> Components:
         """Whether batches are components of a fixed cut."""
-        return any(part.components for part in self.parts)
+        return next((part.components for part in self.parts if part.components), False)
 
     @property
     def needs(self) -> Needs:

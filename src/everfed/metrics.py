@@ -98,6 +98,7 @@ class Summary:
     seconds_per_round: float  #: mean, with tests
     mb_sent: float  #: to and from clients
     client_mb: float  #: the most that one client held: model, what comes with it, what it keeps
+    memory_mb: float  #: the most that one client kept of samples
     peak_mb: float  #: the most memory that the process (or the GPU) held
     dropped_updates: int  #: clients' updates that could not be used
     lost_rounds: int  #: rounds without any usable update
@@ -127,6 +128,7 @@ def summarise(records: Sequence[Record]) -> Summary:
         seconds_per_round=total("seconds") / rounds if rounds else math.nan,
         mb_sent=total("mb_down") + total("mb_up"),
         client_mb=most("client_mb"),
+        memory_mb=most("memory_mb"),
         peak_mb=most("seconds", "peak_mb"),
         dropped_updates=int(total("dropped_updates")),
         lost_rounds=int(total("lost_round")),

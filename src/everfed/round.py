@@ -18,6 +18,7 @@ from everfed.errors import EverfedError
 from everfed.late import Late, count, held
 from everfed.ledger import Ledger
 from everfed.local import Local
+from everfed.memory import held_bytes
 from everfed.method import Method, Reduced, State
 from everfed.reduce import cohort_spread, reducer
 from everfed.streams.sites import Sites
@@ -327,16 +328,22 @@ class Rounds:
         keeps. Of states that live at sites nothing is known."""
         if not cohort or (isinstance(self.stream, Sites) and self.method.needs.client_state):
             return
-        sample = self.stream.data.x[0].numel() * self.stream.data.x.element_size()
+        sample, parts = self.stream.data.sample_bytes, self.method.parts
 
-        def kept(own: list[State]) -> float:
-            states = zip(self.method.parts, own, strict=True)
-            items = [(v, k in part.remembers) for part, state in states for k, v in state.items()]
-            return sum(v.numel() * (sample if is_sample else 4) for v, is_sample in items) / 1e6
+        def samples(own: list[State]) -> float:
+            return sum(held_bytes(*item, sample) for item in zip(parts, own, strict=True)) / 1e6
 
-        most = max(kept(fed.clients[i]) if i in fed.clients else 0.0 for i in cohort)
+        def others(own: list[State]) -> float:
+            pairs = zip(parts, own, strict=True)
+            return _megabytes(
+                [{k: state[k] for k in set(state) - set(p.remembers)} for p, state in pairs]
+            )
+
+        known = [fed.clients[i] for i in cohort if i in fed.clients]
         sent = _megabytes([{"w": start, "b": fed.buffers}, *down])
-        events.values["client_mb"] = sent + most
+        events.values["client_mb"] = sent + max((samples(o) + others(o) for o in known), default=0)
+        if any(part.remembers for part in parts):
+            events.values["memory_mb"] = max(map(samples, known), default=0.0)
 
     def _values(self, fed: Federation, answer: Answer, exchange: Exchange) -> State:
         """The cohort's uploads, reduced as the parts want it."""

@@ -132,6 +132,46 @@ def dn4il(
     return _known("dn4il", DN4IL, folder, size, channels)
 
 
+def tiny_imagenet(
+    folder: str | Path | None = None, *, size: PositiveInt = 64, channels: Channels = 3
+) -> Data:
+    """Tiny-ImageNet: 200 classes of 500 images to train on and 50 (the val folder) to test on.
+
+    Args:
+        folder: the data folder; left out: the environment's EVERFED_DATA.
+        size: height and width that all images are brought to; they have 64.
+        channels: 3 (RGB) or 1 (grey).
+    """
+    places = ("tiny-imagenet-200", "tiny_imagenet", "TinyImageNet")
+    roots = [data_folder(folder) / place for place in places]
+    root = next((root for root in roots if (root / "val" / "val_annotations.txt").is_file()), None)
+    if root is None:
+        raise Missing(
+            f"tiny-imagenet is not there: {roots[0]} should hold train/CLASS/images, val/images "
+            "and val/val_annotations.txt. Get it from cs231n.stanford.edu/tiny-imagenet-200.zip"
+        )
+    train = [
+        (file, own.name) for own in _inside(root / "train") for file in _images(own / "images")
+    ]
+    test = []
+    lines = (root / "val" / "val_annotations.txt").read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        name, _, rest = line.partition("\t")
+        test.append((root / "val" / "images" / name, rest.partition("\t")[0]))
+        if not rest:
+            raise EverfedError(
+                f"val_annotations.txt, line {number}: not 'FILE CLASS ...': {line!r}"
+            )
+    code = {title: k for k, title in enumerate(sorted({title for _, title in train}))}
+    strange = next((title for _, title in test if title not in code), None)
+    if strange is not None:
+        raise EverfedError(f"{root}: val has images of {strange}, of which train has none")
+    files, titles = zip(*train, *test, strict=True)
+    held = [False] * len(train) + [True] * len(test)
+    labels = [code[title] for title in titles]
+    return from_files("tiny-imagenet", root, files, labels, held, size=size, channels=channels)
+
+
 def _known(
     name: str, known: Known, folder: str | Path | None, size: int, channels: Channels
 ) -> Data:
@@ -271,6 +311,8 @@ def _inside(path: Path) -> list[Path]:
 
 
 def _images(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return []
     return sorted(
         file
         for file in path.iterdir()

@@ -10,19 +10,24 @@ import torch
 from pydantic import PositiveInt
 
 from everfed.chance import rng
+from everfed.data.cifar import cifar10, cifar100
 from everfed.data.digit10 import emnist_digits, mnist_m, svhn, usps
 from everfed.data.files import Missing, fashion_mnist, mnist, npz
+from everfed.data.folders import tiny_imagenet
 from everfed.data.images import Channels, fill
 from everfed.data.table import Data
 from everfed.errors import EverfedError
 
 #: data sets that a source may name
 NAMED: dict[str, Callable[[str | Path | None], Data]] = {
+    "cifar10": cifar10,
+    "cifar100": cifar100,
     "emnist_digits": emnist_digits,
     "fashion_mnist": fashion_mnist,
     "mnist": mnist,
     "mnist_m": mnist_m,
     "svhn": svhn,
+    "tiny_imagenet": tiny_imagenet,
     "usps": usps,
 }
 
@@ -54,7 +59,7 @@ def join(
     if not domains:
         raise EverfedError(f"{name}: name at least one domain")
     some = {
-        domain: (_some(data.train, limit), _some(data.test, test_limit))
+        domain: (drawn(data.train, limit), drawn(data.test, test_limit))
         for domain, data in domains.items()
     }
     counts = [(len(train), len(test)) for train, test in some.values()]
@@ -90,16 +95,16 @@ def join_files(
     """Data sets of the data folder as the domains of one, brought to one size.
 
     Args:
-        sources: what to read for each domain, in order: the name of a data set (emnist_digits,
-            fashion_mnist, mnist, mnist_m, svhn, usps) or an .npz file; of a list, the first that is
-            there.
+        sources: what to read for each domain, in order: the name of a data set (cifar10, cifar100,
+            emnist_digits, fashion_mnist, mnist, mnist_m, svhn, tiny_imagenet, usps) or an .npz
+            file; of a list, the first that is there.
         folder: the data folder; left out: the environment's EVERFED_DATA.
         size: height and width that all images are brought to.
         channels: 3 (grey is repeated) or 1 (colours become grey).
         limit: training samples of a domain, drawn once; left out: all.
         test_limit: test samples of a domain, likewise.
     """
-    read = {domain: _open(source, folder) for domain, source in sources.items()}
+    read = {domain: open_first(source, folder) for domain, source in sources.items()}
     name = "+".join(data.name for data in read.values())
     return join(read, size=size, channels=channels, limit=limit, test_limit=test_limit, name=name)
 
@@ -128,7 +133,7 @@ def digit10(
     )
 
 
-def _open(source: str | list[str], folder: str | Path | None) -> Data:
+def open_first(source: str | list[str], folder: str | Path | None) -> Data:
     """The first source that is there."""
     tried = [source] if isinstance(source, str) else source
     missing: list[str] = []
@@ -146,8 +151,9 @@ def _open(source: str | list[str], folder: str | Path | None) -> Data:
     raise Missing("; or ".join(missing) or "a domain has no source")
 
 
-def _some(ids: np.ndarray, limit: int | None) -> np.ndarray:
+def drawn(ids: np.ndarray, limit: int | None) -> np.ndarray:
+    """At most `limit` of them, always the same."""
     if limit is None or limit >= len(ids):
         return ids
-    drawn: np.ndarray = ids[np.sort(rng(0, "limit").permutation(len(ids))[:limit])]
-    return drawn
+    some: np.ndarray = ids[np.sort(rng(0, "limit").permutation(len(ids))[:limit])]
+    return some

@@ -53,6 +53,11 @@ class Data:
             total = crc32(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data, total)
         return f"{self.name}: {len(self.train)} + {len(self.test)} samples, {total:08x}"
 
+    @property
+    def sample_bytes(self) -> int:
+        """Size of one sample, its input and label."""
+        return sum(t[0].numel() * t.element_size() for t in (self.x, self.y))
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Data:
         """The same samples on another device; floats in the model's precision."""
         x = self.x.to(device, dtype) if self.x.is_floating_point() else self.x.to(device)

@@ -57,8 +57,9 @@ class CoreSet(Part):
         # from the least to the most recently met
         sets = {b: own for b, own in _sets(c.mine).items() if b != c.block} | {c.block: kept}
         sizes = [len(own) for own in sets.values()]
-        if self.budget is not None and sum(sizes) > self.budget:
-            left = memory.allotted(sizes, self.budget, self.evict)
+        most = c.fits(sum(sizes) if self.budget is None else self.budget)
+        if sum(sizes) > most:
+            left = memory.allotted(sizes, most, self.evict)
             cut = zip(sets.items(), left, strict=True)
             sets = {b: self._cut(own, size, b, c) for (b, own), size in cut}
         block = torch.tensor([b for b, own in sets.items() for _ in own], dtype=torch.int64)

@@ -19,10 +19,20 @@ transference case can be a thousand times beta) and alpha_i <= 1/L; clip = inf i
 The paper scales the last term of dx_i by beta_i, after which corrections no longer cancel:
 `printed` does that.
 
-Recorded where there is a memory: clients in transference and in interference, and the forgetting
-term that the rates minimise client by client (lower is better)
+Where steps are not plain SGD's (Adam, as in the paper's experiments), travel is no sum of
+gradients: a_i is all of (x - y_E) / beta then, and the last term is part of it.
 
-    Gamma = sum_i p_i (L/2 p_i c beta_i^2 |a_i|^2 - beta_i (1 - L alpha_i) Lambda_i)
+Recorded where there is a memory: Lambda = sum_i p_i Lambda_i, clients in transference and in
+interference, the forgetting term of the step taken (Lemma 1; v its part along current data)
+
+    Gamma = L/2 |v|^2 - (1 - L alpha) <grad f, v>,   v = sum_i p_i dx_i - alpha grad f,
+    alpha = sum_i p_i alpha_i
+
+and the sum of its clients' parts that the rates make small, with their rates and with constant ones
+
+    sum_i p_i (L/2 p_i c beta_i^2 |a_i|^2 - beta_i (1 - L alpha_i) Lambda_i)
+
+One exchange (not in the paper): see `Once`.
 """
 
 from __future__ import annotations
@@ -34,15 +44,23 @@ import numpy as np
 import torch
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
-from torch import Tensor, where
+from torch import Tensor, where, zeros_like
 
 from everfed import memory
 from everfed.chance import rng
 from everfed.errors import EverfedError
-from everfed.local import Affine, Local
+from everfed.local import Affine, Components, Local
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.registry import register
 from everfed.vector import dot, sq
+
+#: of gradients: one entry a batch, one a sample, or none
+Table = Components
+#: what is recorded, and the state's names for it
+METRICS = {
+    "gamma": "gamma", "rates": "gamma_rates", "constant": "gamma_constant", "lambda": "lambda",
+    "helps": "transference", "hurts": "interference",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,10 +69,10 @@ class Track(Part):
 
     reduces = {"g": "mean"}
     stage = 0
-    iag: bool = True
+    iag: Table = True
 
     @property
-    def components(self) -> bool:
+    def components(self) -> Table:
         return self.iag
 
     @property
@@ -68,14 +86,22 @@ class Track(Part):
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
         return update, {}, {"g": c.mine["g"][:, :0]}
 
+    def shift(self, c: Context) -> Tensor:
+        """grad g - grad g_i, (clients, d)."""
+        return c.down["g"] - c.mine["g"]
+
+    def own(self, c: Context) -> Tensor:
+        """grad g_i at the model received, (clients, d)."""
+        return c.mine["g"]
+
     def affine(self, c: Context) -> Affine | None:
-        return None if self.iag else Affine(c.down["g"] - c.mine["g"])
+        return None if self.iag else Affine(self.shift(c))
 
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
         if c.step == 0:  # every entry at x: the table's mean is grad g_i
             c.scratch["table"] = self._table(c)
-            c.scratch["direction"] = c.down["g"].expand_as(g).clone()
-            return g.copy_(c.down["g"])
+            c.scratch["direction"] = self.shift(c) + self.own(c)
+            return g.copy_(c.scratch["direction"])
         for row, new in enumerate(g):
             j = c.picks[row][c.step]
             share = len(c.pieces[row][j]) / sum(map(len, c.pieces[row]))
@@ -139,11 +165,22 @@ class Rates:
         return 1 / self.lipschitz if math.isfinite(self.clip) else math.inf
 
 
+def forgetting_of_step(
+    dx: Tensor, along: Tensor, alpha: Tensor, f2: Tensor, lipschitz: float
+) -> Tensor:
+    """Gamma of the server's step x - dx, from <grad f, dx> and |grad f|^2."""
+    v2 = sq(dx) - 2 * alpha * along + alpha.square() * f2
+    return lipschitz / 2 * v2 - (1 - lipschitz * alpha) * (along - alpha * f2)
+
+
 @dataclass(frozen=True)
 class CFlag(Track):
     """Gradient tracking, a step along the memory's gradient, and rates against forgetting."""
 
-    reduces = {"g": "mean", "f": "mean", "has": "mean", "gamma": "mean", "helps": "sum"}
+    reduces = {
+        "g": "mean", "f": "mean", "has": "mean", "alpha": "mean", "along": "mean", "f2": "mean",
+        "lambda": "mean", "rates": "mean", "constant": "mean", "helps": "sum",
+    }  # fmt: skip
     remembers = ("ids",)
     alpha: PositiveFloat | None = None
     lipschitz: PositiveFloat = 5.0
@@ -166,11 +203,17 @@ class CFlag(Track):
 
     def probe(self, w: Tensor, c: Context) -> tuple[State, State]:
         up, mine = super().probe(w, c)
-        random = rng(c.seed, "memory draw", c.round, c.client)
-        ids = memory.uniform(c.mine["ids"].numpy(), self.draw, random)
-        f = c.gradient(w, ids) if len(ids) else torch.zeros_like(w)
-        up |= {"f": f, "has": torch.tensor(float(len(ids) > 0)).to(w)}
-        return up, mine
+        return up | self.remembered(w, self.drawn(c.mine["ids"], c.round, c), c), mine
+
+    def drawn(self, ids: Tensor, round_: int, c: Context) -> np.ndarray:
+        """The samples of a memory that a round's gradient is over."""
+        random = rng(c.seed, "memory draw", round_, c.client)
+        return memory.uniform(ids.numpy(), self.draw, random)
+
+    def remembered(self, w: Tensor, ids: np.ndarray, c: Context) -> State:
+        """grad f_i over samples of the memory, and whether there are any."""
+        f = c.gradient(w, ids) if len(ids) else zeros_like(w)
+        return {"f": f, "has": w.new_full(w.shape[:-1], float(len(ids) > 0))}
 
     def answer(self, s: State, r: Reduced) -> State:
         if not r["has"]:
@@ -183,39 +226,129 @@ class CFlag(Track):
         _, _, mine = super().finish(update, w, c)
         if "f" not in c.down:
             return update, {}, mine
-        f, beta = c.down["f"], c.lr
-        drift = c.steps * beta * (c.down["g"] - c.mine["g"])
-        a = (c.start - w - drift) / beta
+        return *self.step(c.down["f"], w, c), mine
+
+    def travel(self, w: Tensor, c: Context) -> tuple[Tensor, Tensor]:
+        """a_i, and the rest of the way to w."""
+        drift = c.steps * c.lr * self.shift(c) if c.local.plain else zeros_like(w)
+        return (c.start - w - drift) / c.lr, drift
+
+    def step(self, f: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State]:
+        """The update of a client that has reached w, f the memory's gradient; what is recorded."""
+        beta, alpha = c.lr, self.alpha or c.lr
+        a, drift = self.travel(w, c)
         rates = Rates(self.lipschitz, self.adaptive, self.clip)
-        p, cohort = c.weight / c.down["total"].to(w), c.down["cohort"].to(w)
-        alpha_i, beta_i = rates(f, a, self.alpha or c.lr, beta, p, cohort)
+        p = (c.weight / c.down["total"].to(w)).clamp(max=1)
+        cohort, same = c.down["cohort"].to(w), torch.ones_like(p)
+        alpha_i, beta_i = rates(f, a, alpha, beta, p, cohort)
         dx = alpha_i * f + beta_i * a + (beta_i / beta if self.printed else 1) * drift
-        gamma = rates.forgetting(f, a, alpha_i, beta_i, p, cohort)
-        return -dx, {"gamma": gamma, "helps": (dot(f, a) > 0).to(w)}, mine
+        about = {
+            "alpha": alpha_i,
+            "along": dot(f, dx),
+            "f2": sq(f) * same,
+            "lambda": dot(f, a),
+            "rates": rates.forgetting(f, a, alpha_i, beta_i, p, cohort),
+            "constant": rates.forgetting(f, a, alpha * same, beta * same, p, cohort),
+            "helps": (dot(f, a) > 0).to(w),
+        }
+        return -dx, about
 
     def close(self, w: Tensor, c: Context) -> tuple[State, State]:
         random = rng(c.seed, "memory", c.task, c.client)
         kept = memory.class_balanced(c.ids, c.labels(c.ids), self.memory, random)
-        ids = torch.from_numpy(np.concatenate([c.mine["ids"].numpy(), kept]))
-        return {}, {"ids": ids}
+        ids = np.concatenate([c.mine["ids"].numpy(), kept])
+        return {}, {"ids": torch.from_numpy(memory.uniform(ids, c.fits(len(ids)), random))}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        if "gamma" not in r.values:  # no memory yet
+        if "rates" not in r.values:  # no memory yet
             return update, {}
-        return update, {"gamma": r["gamma"], "helps": r["helps"], "hurts": r.n - r["helps"]}
+        gamma = forgetting_of_step(-update, r["along"], r["alpha"], r["f2"], self.lipschitz)
+        known = {key: r[key] for key in ("lambda", "rates", "constant", "helps")}
+        return update, known | {"gamma": gamma, "hurts": r.n - r["helps"]}
 
     def metrics(self, s: State) -> dict[str, float]:
-        names = {"gamma": "gamma", "helps": "transference", "hurts": "interference"}
-        return {name: float(s[key]) for key, name in names.items()} if s else {}
+        return {name: float(s[key]) for key, name in METRICS.items()} if "gamma" in s else {}
+
+
+@dataclass(frozen=True)
+class Once(CFlag):
+    """C-FLAG in one exchange: gradients of a round come with its update, and serve the next round.
+
+    With its update client i uploads g_i', the mean of the g' that its steps took (so nothing is
+    computed for it), and f_i', its memory's gradient at the model it began with. The server sends
+    the means g', f' with the next model x. Each is corrected by the client's own change since:
+
+        g' - g_i'  in the place of  grad g - grad g_i
+        f' - f_i' + grad f_i(x)  in the place of  grad f
+
+    Over a cohort that stays the same the first sum to 0, and the mean of the second is grad f(x).
+    In a task's first round the first is 0; the new memory's gradient comes with the task's end. A
+    client that is not among the means is not corrected. Where steps are not plain SGD's, g_i' is
+    the gradient at the model that the client began with.
+    """
+
+    @property
+    def batched(self) -> bool:
+        return False
+
+    probe = Part.probe
+    answer = Part.answer
+
+    def client_init(self, w: Tensor) -> State:
+        none = torch.tensor(-1, device=w.device)
+        return super().client_init(w) | {"g": zeros_like(w), "f": zeros_like(w), "at": none}
+
+    def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
+        return w, {key: s[key] for key in ("g", "f", "total", "cohort", "at") if key in s}
+
+    def among(self, c: Context) -> bool:
+        """Whether the client's own gradients are among those whose means were sent."""
+        return "at" in c.down and bool(c.mine["at"] == c.down["at"])
+
+    def shift(self, c: Context) -> Tensor:
+        known = "g" in c.down and self.among(c)
+        return c.down["g"] - c.mine["g"] if known else zeros_like(c.mine["g"])
+
+    def own(self, c: Context) -> Tensor:
+        return c.gradient(c.start)
+
+    def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
+        ids, about = self.drawn(c.mine["ids"][0], c.round, c), State()
+        new = self.remembered(c.start.unsqueeze(0), ids, c)
+        new["g"] = self.travel(w, c)[0] / c.steps if c.local.plain else c.gradient(c.start)
+        if "f" in c.down:
+            change = new["f"] - c.mine["f"] if self.among(c) else 0
+            update, about = self.step(c.down["f"] + change, w, c)
+        at = torch.full_like(c.mine["at"], c.round)
+        return update, about | new, {"g": new["g"], "f": new["f"], "at": at}
+
+    def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
+        return update, super().fold(s, update, r)[1] | {"g": r["g"]} | _memory_of(r)
+
+    def close(self, w: Tensor, c: Context) -> tuple[State, State]:
+        _, mine = super().close(w, c)
+        up = self.remembered(w, self.drawn(mine["ids"], c.round + 1, c), c)
+        at = torch.full_like(c.mine["at"], c.round)
+        return up, mine | {"f": up["f"], "at": at}
+
+    def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
+        return _memory_of(r) if r.n else {}
+
+
+def _memory_of(r: Reduced) -> State:
+    """What the server keeps of the cohort's memories until the next round."""
+    kept = {"at": torch.tensor(r.round), "total": torch.tensor(r.weight)}
+    kept["cohort"] = torch.tensor(float(r.n))
+    return kept | ({"f": r["f"] / r["has"]} if r["has"] else {})
 
 
 @register("On the Convergence of Continual Federated Learning (FedLin with IAG)")
-def fedtrack(iag: bool = True, average: Average = "samples") -> Method:
+def fedtrack(iag: Table = True, average: Average = "samples") -> Method:
     """Gradient tracking: local steps along the global gradient, in two exchanges.
 
     Args:
-        iag: a table of the batches' gradients, of which each step renews one; false: the gradient
-            of the step's batch.
+        iag: true: a table of the batches' gradients, of which each step renews one; "samples": of
+            the samples'; false: the gradient of the step's batch.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
     return Method(Track(iag), average=average, name="fedtrack")
@@ -228,9 +361,10 @@ def cflag(
     adaptive: Literal["off", "average", "worst"] = "average",
     clip: PositiveFloat = 1.0,
     printed: bool = True,
-    iag: bool = True,
+    iag: Table = True,
     memory: PositiveInt = 400,
     draw: PositiveInt = 200,
+    exchanges: Literal[1, 2] = 2,
     average: Average = "samples",
 ) -> Method:
     """Replay memory with incremental aggregated gradients and adaptive rates.
@@ -241,11 +375,13 @@ def cflag(
         adaptive: rates of the "average" case, of the "worst" case, or "off".
         clip: the largest adaptive rate, in learning rates; inf takes the guards away.
         printed: scale the drift correction by the adaptive rate, as the paper prints it.
-        iag: a table of the batches' gradients, of which each step renews one; false: the gradient
-            of the step's batch.
+        iag: true: a table of the batches' gradients, of which each step renews one; "samples": of
+            the samples'; false: the gradient of the step's batch.
         memory: samples that a client keeps of each task.
         draw: samples of the memory for its gradient in a round.
+        exchanges: 2 as in the paper; 1: gradients come with the update of the round before.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
-    part = CFlag(iag, alpha, lipschitz, adaptive, clip, printed, memory, draw)
+    kind = CFlag if exchanges == 2 else Once
+    part = kind(iag, alpha, lipschitz, adaptive, clip, printed, memory, draw)
     return Method(part, average=average, name="cflag")

@@ -58,7 +58,7 @@ class Rehearsal(Part):
         old, fresh = self.past(c), rng(c.seed, "ring", c.round, c.client).permutation(c.ids)
         block = np.concatenate([c.mine["block"][old].numpy(), np.full(len(fresh), c.block)])
         labels = c.labels(np.concatenate([c.mine["ids"][old].numpy(), fresh]))
-        kept = memory.ring(block * (labels.max() + 1) + labels, self.memory)
+        kept = memory.ring(block * (labels.max() + 1) + labels, c.fits(self.memory))
         old, fresh = old[kept[kept < len(old)]], fresh[kept[kept >= len(old)] - len(old)]
         new = {"ids": torch.from_numpy(fresh), "block": torch.full((len(fresh),), c.block)}
         new |= self.about(w, fresh, c)

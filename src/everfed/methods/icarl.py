@@ -57,12 +57,12 @@ class Exemplars(Part):
         old, block = c.mine["ids"][others].numpy(), c.mine["block"][others].numpy()
         labels, own = c.labels(old), c.labels(c.ids)
         groups = block * (1 + max([*labels, *own])) + labels
-        classes = np.unique(own)
-        quota = max(1, self.memory // (len(np.unique(groups)) + len(classes)))
+        classes, most = np.unique(own), c.fits(self.memory)
+        quota = max(1, most // (len(np.unique(groups)) + len(classes)))
         kept = memory.first(groups, quota)
         new = memory.herding(c.ids, own, c.features(w, c.ids), dict.fromkeys(classes, quota))
-        ids = np.concatenate([old[kept], new])[: self.memory]
-        block = np.concatenate([block[kept], np.full(len(new), c.block)])[: self.memory]
+        ids = np.concatenate([old[kept], new])[:most]
+        block = np.concatenate([block[kept], np.full(len(new), c.block)])[:most]
         return {}, {"ids": torch.from_numpy(ids), "block": torch.from_numpy(block)}
 
 

@@ -74,7 +74,7 @@ class Informative(Part):
         score = importance(torch.stack(norms))
         if self.mix < 1:
             score = self.mix * shares(score) + (1 - self.mix) * shares(c.norms(w, ids))
-        best = score.argsort(descending=True, stable=True)[: self.memory].cpu()
+        best = score.argsort(descending=True, stable=True)[: c.fits(self.memory)].cpu()
         return {}, {"ids": torch.from_numpy(ids)[best], "v": v}
 
 
