@@ -122,6 +122,7 @@ STREAMS: Builders = {
     "periodic": streams.periodic,
     "blocks": streams.blocks,
     "given": streams.given,
+    "regimes": streams.regimes,
     "sites": streams.sites,
 }
 DATASETS: Builders = {
@@ -271,6 +272,7 @@ def parse(values: Mapping[str, Any]) -> Config:
 def check_method(config: Config, section: Mapping[str, Any], where: str = "method") -> None:
     """Raise ConfigError where a method cannot be built or does not go with its local settings."""
     method, local = method_of(section, config, where)
+    stream_of(section, config, where)
     try:
         for part in method.parts:
             part.check(local)
@@ -305,13 +307,13 @@ def method_of(
 
     What [methods.NAME] says is taken where the section is silent; where it has a `name`, NAME is a
     name of the user's for that method with these settings. `plus` lists methods whose parts are
-    added, `local` changes local settings for this method alone.
+    added, `local` changes local settings for this method alone; `stream` is for `stream_of`.
     """
     builders = {name: entry.build for name, entry in sorted(methods.METHODS.items())}
-    base = config.methods.get(str(section.get("name")), {})
-    own = base | {key: value for key, value in section.items() if key not in base or key != "name"}
+    own = _settled(section, config)
     name = _name(where, builders, own)
     plus, changes = own.pop("plus", []), own.pop("local", {})
+    own.pop("stream", None)
     if not isinstance(plus, list) or not all(isinstance(item, dict) for item in plus):
         raise ConfigError(f"{where}.plus must be a list of tables, each with a name")
     if not isinstance(changes, dict):
@@ -322,6 +324,24 @@ def method_of(
     if section["name"] != name:
         method = Method(*method.parts, average=method.average, name=section["name"])
     return method, _local(config.local, changes, f"{where}.local.")
+
+
+def _settled(section: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """A method's section with what [methods.NAME] says where it is silent."""
+    base = config.methods.get(str(section.get("name")), {})
+    return base | {key: value for key, value in section.items() if key not in base or key != "name"}
+
+
+def stream_of(section: Mapping[str, Any], config: Config, where: str = "method") -> dict[str, Any]:
+    """The section of the stream that a method is run on: [stream], with the changes that `stream`
+    in the method's own section makes for it alone."""
+    changes = _settled(section, config).get("stream", {})
+    if not isinstance(changes, dict):
+        raise ConfigError(f"{where}.stream must be a table")
+    other = changes.get("name", config.stream["name"]) != config.stream["name"]
+    whole = changes if other else config.stream | changes
+    _arguments(f"{where}.stream" if changes else "stream", STREAMS, whole)
+    return whole
 
 
 def _local(base: Local, changes: Mapping[str, Any], where: str) -> Local:
@@ -350,13 +370,13 @@ def experiment(
     """Build everything a run needs (of another method or seed, if given); the data are read, unless
     they have been."""
     samples = read or table(config)
-    stream = _build("stream", STREAMS, config.stream, samples)
+    section = {"name": method} if method else config.method
+    stream = _build("stream", STREAMS, stream_of(section, config), samples)
     if config.present:
         stream = _build("present", PRESENT, config.present | {"name": "present"}, stream)
     if config.sample and config.sample > stream.clients:
         raise ConfigError(f"sample is {config.sample}, but the stream has {stream.clients} clients")
     model = _build("model", MODELS, config.model, samples, folder=config.data_dir)
-    section = {"name": method} if method else config.method
     chosen, local = method_of(section, config)
     options = {
         "local": local,

@@ -33,6 +33,13 @@ def best5(records: Sequence[Record]) -> float:
     return float(np.mean(sorted(r["value"] for r in records if r["metric"] == "accuracy")[-5:]))
 
 
+def last(records: Sequence[Record], metric: str, tests: int) -> np.ndarray:
+    """A run's last tests of one measure."""
+    return np.array([r["value"] for r in records if r["metric"] == metric and not r.get("end")])[
+        -tests:
+    ]
+
+
 #: what a paper reports, from a run's records; accuracies in percent
 MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "best 5": lambda records: 100 * best5(records),
@@ -40,6 +47,8 @@ MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "BWT": lambda records: 100 * summarise(records).bwt,
     "worst drop": lambda records: 100 * summarise(records).worst_drop,
     "rounds to best": lambda records: summarise(records).rounds_to_best,
+    "last 10": lambda records: 100 * float(last(records, "accuracy", 10).mean()),
+    "swing": lambda records: 100 * float(last(records, "accuracy", 50).std()),
 }
 CLAIM = re.compile(r"(?P<measure>.+): (?P<a>\w+) (?P<than>>=?) (?P<b>\w+)(?: \+ (?P<by>[\d.]+))?")
 #: by method, then seed by seed
