@@ -98,6 +98,41 @@ def _transformer(
     )
 
 
+def _din(
+    d: Data,
+    width: PositiveInt = 16,
+    hidden: tuple[PositiveInt, PositiveInt] = (80, 40),
+    activation: Literal["dice", "prelu"] = "dice",
+) -> models.Recipe:
+    """DIN, a click predictor with attention over the user's history (MovieLens).
+
+    Args:
+        width: of an item's vector.
+        hidden: widths of the dense layers.
+        activation: "dice" (DIN's own, with running statistics) or "prelu".
+    """
+    if d.x.is_floating_point() or d.x.dim() != 2 or d.classes != 2:
+        raise ConfigError(
+            f"model.name: din needs rows of item numbers and clicks, as movielens's; not {d.name}"
+        )
+    return models.din(int(d.x.max()), width=width, hidden=hidden, activation=activation)
+
+
+def _lstm(d: Data, width: PositiveInt = 128, layers: PositiveInt = 2) -> models.Recipe:
+    """An LSTM that predicts a text's next character.
+
+    Args:
+        width: units of a layer.
+        layers: how many.
+    """
+    if d.x.is_floating_point() or d.x.dim() != 2:
+        raise ConfigError(
+            f"model.name: lstm needs rows of characters, as shakespeare's; not {d.name}"
+        )
+    size = max(d.classes, int(d.x.max()) + 1)
+    return models.lstm(size, d.classes, width=width, layers=layers)
+
+
 def _image(d: Data) -> tuple[int, int]:
     if d.x.dim() != 4:
         shape = "x".join(map(str, d.x.shape[1:]))
@@ -112,6 +147,8 @@ MODELS: Builders = {
     "cnn": _cnn,
     "resnet18": _resnet18,
     "transformer": _transformer,
+    "din": _din,
+    "lstm": _lstm,
 }
 STREAMS: Builders = {
     "domains": streams.domains,
@@ -144,6 +181,7 @@ DATASETS: Builders = {
     "vlcs": data.vlcs,
     "dn4il": data.dn4il,
     "glue": data.glue,
+    "movielens": data.movielens,
     "sites": data.sites,
 }
 

@@ -40,7 +40,7 @@ def last(records: Sequence[Record], metric: str, tests: int) -> np.ndarray:
     ]
 
 
-#: what a paper reports, from a run's records; accuracies in percent
+#: what a paper reports, from a run's records; shares in percent
 MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "best 5": lambda records: 100 * best5(records),
     "ACC": lambda records: 100 * summarise(records).acc,
@@ -49,7 +49,11 @@ MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "rounds to best": lambda records: summarise(records).rounds_to_best,
     "last 10": lambda records: 100 * float(last(records, "accuracy", 10).mean()),
     "swing": lambda records: 100 * float(last(records, "accuracy", 50).std()),
-}
+} | {
+    name: lambda records, metric=metric: 100 * float(last(records, metric, 5).mean())
+    for name, metric in (("AUC", "auc"), ("HR@5", "hr@5"), ("HR@10", "hr@10"),
+                         ("NDCG@5", "ndcg@5"), ("NDCG@10", "ndcg@10"))
+}  # fmt: skip
 CLAIM = re.compile(r"(?P<measure>.+): (?P<a>\w+) (?P<than>>=?) (?P<b>\w+)(?: \+ (?P<by>[\d.]+))?")
 #: by method, then seed by seed
 Values = Mapping[str, np.ndarray]
