@@ -167,6 +167,8 @@ DATASETS: Builders = {
     "fashion_mnist": data.fashion_mnist,
     "mnist": data.mnist,
     "npz": data.npz,
+    "npy": data.npy,
+    "parquet": data.parquet,
     "series": data.series,
     "elec2": data.elec2,
     "weather": data.weather,
@@ -181,6 +183,8 @@ DATASETS: Builders = {
     "vlcs": data.vlcs,
     "dn4il": data.dn4il,
     "glue": data.glue,
+    "femnist": data.femnist,
+    "shakespeare": data.shakespeare,
     "movielens": data.movielens,
     "sites": data.sites,
 }

@@ -219,7 +219,7 @@ class Characters(nn.Module):
         self.next = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        z: Tensor = self.next(self.past(self.letters(x))[0][:, -1])
+        z: Tensor = self.next(self.past(self.letters(x.long()))[0][:, -1])
         return z
 
 

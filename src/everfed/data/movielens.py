@@ -18,7 +18,7 @@ import torch
 from pydantic import PositiveInt
 
 from everfed.chance import rng
-from everfed.data.files import Missing, data_folder
+from everfed.data.files import Missing, codes, data_folder
 from everfed.data.table import Data
 from everfed.errors import EverfedError
 
@@ -52,7 +52,7 @@ def movielens(
     users, films, times = _read(path, between)
     kept = np.bincount(users)[users] > 1
     few = len(np.unique(users[~kept]))
-    users, films, times = (_codes(users[kept]), _codes(films[kept]), times[kept])
+    users, films, times = (codes(users[kept]), codes(films[kept]), times[kept])
     if not len(users):
         raise EverfedError(f"{path}: no user has two ratings")
     order = np.lexsort((np.arange(len(users)), times, users))  # of one moment: as in the file
@@ -123,8 +123,3 @@ def _read(path: Path, between: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     if not len(out):
         raise EverfedError(f"{path} has no ratings")
     return out[:, 0], out[:, 1], out[:, 2]
-
-
-def _codes(values: np.ndarray) -> np.ndarray:
-    codes: np.ndarray = np.unique(values, return_inverse=True)[1]
-    return codes

@@ -89,8 +89,9 @@ def given(
         rounds: rounds of each task.
         least: users with fewer training samples take no part; how many is told.
         test: "data": the data's own test samples; "samples": a share of every user's, the last ones
-            where the data are in time order, others drawn once; "users": all samples of a share of
-            the users, who take no other part.
+            where the data are in time order, else drawn once; "users": all samples of a share of
+            the users, who take no other part. Both are of all samples whose user is known, those
+            that the data would test on, too.
         share: of samples or users to test on, with test = "samples" or "users".
     """
     positive(rounds=rounds, least=least)
@@ -98,7 +99,12 @@ def given(
         raise EverfedError(f"{data.name} has no client column; use streams.static or domains")
     if not 0 < share < 1:
         raise EverfedError(f"share must be above 0 and below 1, not {share}")
-    ids, held, owners = data.train, data.test, data.client[data.train]
+    ids, held = data.train, data.test
+    if test != "data":
+        if data.lists is not None:
+            raise EverfedError(f"{data.name} has candidates to rank for tests: use test = 'data'")
+        ids = np.union1d(ids, held[data.client[held] >= 0])
+    owners = data.client[ids]
     counts = np.bincount(owners)
     takes_part = np.ones(len(counts), dtype=bool)
     if test == "users":
