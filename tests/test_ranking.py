@@ -114,7 +114,7 @@ def test_leave_one_out(form, tmp_path):
 
 
 def test_damaged_ratings_are_told(tmp_path):
-    with pytest.raises(EverfedError, match="put ml-1m/ratings.dat into"):
+    with pytest.raises(EverfedError, match=r"put ml-1m/ratings\.dat into"):
         ef.data.movielens("1m", tmp_path)
     path = tmp_path / "ml-100k" / "u.data"
     write(path, [*ratings(), (3, 4)], "\t")
