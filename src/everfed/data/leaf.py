@@ -8,7 +8,7 @@ all_data_0.json, all_data_1.json, ..., or those in the folders train and test.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ def shakespeare(
 # LEAF's files --------------------------------------------------------------------------------
 #: files of training samples, and of test samples
 Parts = tuple[list[Path], list[Path]]
+#: a user's inputs and labels as they are in a file (named with the user in errors) -> as arrays
+Convert = Callable[[list[Any], list[Any], Path, str], tuple[np.ndarray, np.ndarray]]
 
 
 def _files(root: Path) -> Parts | None:
@@ -100,42 +102,45 @@ def _users(file: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
         raise EverfedError(f"{file} is not a whole file of LEAF's ({what[:90]})") from None
 
 
-def _table(name: str, parts: Parts, convert: Any) -> Data:
+def _table(name: str, parts: Parts, convert: Convert) -> Data:
     """All users; without test files a fifth of all samples is held out."""
-    xs, ys, owners, sizes = [], [], [], []
+    xs: list[np.ndarray] = []
+    ys: list[np.ndarray] = []
+    owners: list[str] = []
+    ends: list[int] = []
     for files in parts:
-        before = sum(map(len, ys))
         for file in files:
-            for user, x, y in _users(file):
-                if not y:
-                    continue
-                made = convert(x, y, file, user)
-                xs.append(made[0])
-                ys.append(made[1])
-                owners += [user] * len(y)
-        sizes.append(sum(map(len, ys)) - before)
-    if not sizes[0]:
+            for user, own_x, own_y in _users(file):
+                if own_y:
+                    converted = convert(own_x, own_y, file, user)
+                    xs.append(converted[0])
+                    ys.append(converted[1])
+                    owners += [user] * len(own_y)
+        ends.append(len(owners))
+    if not ends[0]:
         raise EverfedError(f"{parts[0][0].parent} has no samples")
-    if len({x.shape[1:] for x in xs}) > 1 or len({x.dtype for x in xs}) > 1:
+    if len({x.shape[1:] for x in xs}) > 1:
         raise EverfedError(f"{parts[0][0].parent}: samples are of different shapes")
-    x, y = torch.from_numpy(np.concatenate(xs)), torch.from_numpy(np.concatenate(ys))
-    train, test = np.arange(sizes[0]), np.arange(sizes[0], sum(sizes))
+    train, test = np.arange(ends[0]), np.arange(*ends)
     if not parts[1]:
-        order = rng(0, "held out").permutation(len(y))
-        test, train = np.sort(order[: len(y) // 5]), np.sort(order[len(y) // 5 :])
+        order = rng(0, "held out").permutation(len(owners))
+        cut = len(owners) // 5
+        test, train = np.sort(order[:cut]), np.sort(order[cut:])
+    x, y = torch.from_numpy(np.concatenate(xs)), torch.from_numpy(np.concatenate(ys))
     return Data(name, x, y, train, test, client=codes(np.array(owners)))
 
 
 def _image(x: list[Any], y: list[Any], file: Path, user: str) -> tuple[np.ndarray, np.ndarray]:
     """784 numbers from 0 to 1 a sample, which are bytes over 255."""
     try:
-        pixels, labels = np.array(x, dtype=np.float32), np.array(y, dtype=np.int64)
+        pixels = np.array(x, dtype=np.float32).reshape(len(y), 1, 28, 28)
+        labels = np.array(y, dtype=np.int64)
+        right = pixels.min() >= 0 and pixels.max() <= 1 and labels.min() >= 0
     except (ValueError, TypeError):
-        pixels, labels = np.zeros(0), np.zeros(0)
-    right = pixels.ndim == 2 and pixels.shape[1] == 784
-    if not right or pixels.min() < 0 or pixels.max() > 1 or labels.min() < 0:
+        right = False
+    if not right:
         raise EverfedError(f"{file}: user {user} has samples that are no FEMNIST images")
-    return np.rint(255 * pixels).astype(np.uint8).reshape(-1, 1, 28, 28), labels
+    return np.rint(255 * pixels).astype(np.uint8), labels
 
 
 def _letters(x: list[Any], y: list[Any], file: Path, user: str) -> tuple[np.ndarray, np.ndarray]:
@@ -164,15 +169,15 @@ def _spoken(file: Path, length: int, stride: int) -> Data:
     for who, text in enumerate(said.values()):
         points = _points(text)
         cut = len(points) * 4 // 5
-        for test, part in ((False, points[:cut]), (True, points[cut:])):
+        for tested, part in ((False, points[:cut]), (True, points[cut:])):
             if len(part) <= length:
-                short += not test
+                short += not tested
                 continue
             windows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::stride]
             xs.append(windows[:, :-1].astype(np.int32))
             ys.append(windows[:, -1].astype(np.int64))
             owners.append(np.full(len(windows), who))
-            held.append(np.full(len(windows), test))
+            held.append(np.full(len(windows), tested))
     if not xs:
         raise EverfedError(f"{file}: nobody says more than {length} characters")
     note = f"{short} of {len(said)} speakers say no more than {length} characters to train on"
