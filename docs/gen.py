@@ -221,9 +221,10 @@ def configuration() -> str:
     lines += [
         "## [method]",
         "The method of `everfed run`: its `name`, and any of that "
-        "[method's settings](../methods/index.md). Two keys go with every method:",
+        "[method's settings](../methods/index.md). Three keys go with every method:",
         "- `method.plus`: a list of tables, methods whose parts are added, each with a `name` and "
-        "settings\n- `method.local`: a table, keys of `[local]` for this method alone",
+        "settings\n- `method.local`: a table, keys of `[local]` for this method alone\n"
+        "- `method.stream`: a table, keys of `[stream]` for this method alone, to compare streams",
         "## [methods.NAME]",
         "Settings of a method wherever it is named without any: in `[method]`, with `-m`, in a "
         "comparison. The same keys as in `[method]`.",

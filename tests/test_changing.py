@@ -124,6 +124,38 @@ def test_clients_come_and_go_at_the_rates_asked_for(plain):
     assert np.array_equal(stream.online(50), np.flatnonzero(there[50]))  # asked again, backwards
 
 
+def test_clients_are_there_by_their_time_of_day(plain):
+    """The share that is there is the cosine between night and 1, zone by zone; within four standard
+    errors over 600 clients."""
+    inner = ef.streams.static(plain, clients=600, alpha=None, rounds=24)
+    stream = ef.streams.present(inner, period=12, night=0.2, zones=3, seed=1)
+    for t in range(24):
+        there = np.isin(np.arange(600), stream.online(t))
+        for zone in range(3):
+            p = 0.2 + 0.8 * (1 + np.cos(2 * np.pi * (t / 12 + zone / 3))) / 2
+            spread = 4 * np.sqrt(p * (1 - p) / 200) + 1e-9
+            assert there[zone::3].mean() == pytest.approx(p, abs=spread)
+
+
+def test_a_day_of_regions_biases_cohorts(plain):
+    """Zones by labels: at noon of one zone hardly any sample of another zone's classes is held,
+    however large the cohort; with zones in turn all classes are there at any time. Churn stays."""
+    inner = ef.streams.regimes(plain, clients=140, cohort=140, alpha=0.01, rounds=40).seeded(0)
+
+    def share(by, t):
+        """Of the first five classes among what is held by those who are there."""
+        stream = ef.streams.present(inner, period=20, zones=2, by=by, seed=0)
+        ids = np.concatenate([stream.samples(int(i), t) for i in stream.online(t)])
+        return np.mean(plain.y.numpy()[ids] < 5)
+
+    assert share("labels", 0) > 0.9
+    assert share("labels", 10) < 0.1
+    assert 0.3 < share("turn", 0) < 0.7
+    leaving = ef.streams.present(inner, period=20, zones=2, leave=0.2, seed=0)
+    assert len(leaving.online(0)) > 30
+    assert len(leaving.online(20)) < 10  # noon again, and most have left for good
+
+
 def streams_of(data: ef.data.Data) -> dict[str, Stream]:
     """One of each kind, small."""
     rows = arrays(data.x, data.y, ordered=True)
@@ -134,11 +166,12 @@ def streams_of(data: ef.data.Data) -> dict[str, Stream]:
         "drifting": ef.streams.drifting(data, clients=4, size=30, rounds=6),
         "periodic": ef.streams.periodic(data, clients=4, period=4, size=30, rounds=6),
         "blocks": ef.streams.blocks(rows, clients=4, blocks=2, rounds=3),
+        "regimes": ef.streams.regimes(data, clients=9, cohort=4, drift="client", rounds=6),
     }
 
 
 @pytest.mark.parametrize(
-    "name", ["domains", "classes", "evolving", "drifting", "periodic", "blocks"]
+    "name", ["domains", "classes", "evolving", "drifting", "periodic", "blocks", "regimes"]
 )
 def test_any_stream_with_clients_that_come_and_go_resumes_the_same(name, digits, tmp_path):
     """Interrupted in mid-run, on one worker or two, trained one by one or together."""
@@ -314,6 +347,8 @@ WRONG = [
     (lambda d: ef.streams.present(ef.streams.static(d), start=0), "nobody is ever there"),
     (lambda d: ef.streams.present(ef.streams.static(d), schedule={0: [(3, 3)]}), "cannot be there"),
     (lambda d: ef.streams.present(ef.streams.static(d), schedule={99: [(0, 3)]}), "names client 99"),
+    (lambda d: ef.streams.present(ef.streams.static(d), zones=3), "give its present.period"),
+    (lambda d: ef.streams.present(ef.streams.static(d), period=5, night=2), "between 0 and 1"),
     (lambda d: ef.streams.present(ef.streams.sites(ef.data.sites())), "by themselves"),
 ]  # fmt: skip
 

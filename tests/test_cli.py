@@ -42,6 +42,7 @@ MISTAKES = [
     ({"method": {"name": "fedavg", "plus": [{"name": "fedprox", "mo": 1}]}},
      "unknown key method.plus.mo; did you mean 'mu'?"),
     ({"method": {"name": "fedavg", "local": {"lr": 0}}}, "method.local.lr should be greater than 0"),
+    ({"method": {"name": "fedavg", "stream": {"alfa": 1}}}, "unknown key method.stream.alfa"),
     ({"local": {"lr": "fast"}}, "local.lr should be a valid number, not 'fast'"),
     ({"local": {"optimiser": "sgd"}}, "unknown key local.optimiser; did you mean 'optimizer'?"),
     ({"local": {"momentum": 1.0}}, "local.momentum should be less than 1, not 1.0"),
@@ -141,6 +142,18 @@ def test_local_settings_of_one_method():
     method, local = configs.method_of({"name": "ewc"}, config)
     assert (local.lr, local.epochs, method.parts[-1].lam) == (0.01, 3, 2)
     assert configs.method_of({"name": "fedavg"}, config)[1].lr == 0.2
+
+
+def test_a_method_may_have_a_stream_of_its_own():
+    """Settings of the stream change for it alone; another stream begins with none of the first's."""
+    own = {"skewed": {"name": "fedavg", "stream": {"alpha": 0.01}},
+           "still": {"name": "fedavg", "stream": {"name": "static", "clients": 3}}}  # fmt: skip
+    stream = {"name": "domains", "clients": 5, "rounds": 2}
+    config = configs.parse({"stream": stream, "methods": own})
+    made = {name: configs.experiment(config, name).stream for name in ("fedavg", *own)}
+    assert [made[name].clients for name in made] == [5, 5, 3]
+    assert [made[name].alpha for name in made] == [0.3, 0.01, 0.3]
+    assert [len(made[name].tasks) for name in made] == [4, 4, 1]
 
 
 def test_run_show_and_list(tmp_path):

@@ -121,3 +121,69 @@ def test_wrong_settings():
     ):
         with pytest.raises(ef.EverfedError, match=match):
             ef.streams.evolving(table(), **options)
+
+
+# client drift and period drift ----------------------------------------------------------------
+def regime(drift, alpha=0.05, **more):
+    options = {"clients": 100, "cohort": 10, "rounds": 30, "alpha": alpha} | more
+    return ef.streams.regimes(table(), drift=drift, **options).seeded(2)
+
+
+def held(stream, t):
+    return [stream.samples(int(client), t) for client in stream.online(t)]
+
+
+@pytest.mark.parametrize("drift", ["iid", "period", "client", "both"])
+def test_what_is_dealt_out_again_is_what_the_cohort_has(drift):
+    """The union of a round's data is that of its clients' own parts, in equal and disjoint parts."""
+    stream = regime(drift)
+    for t in (0, 7, 3):  # in any order
+        parts, cohort = held(stream, t), stream.online(t)
+        own = stream.data.train[stream.parts[cohort].ravel()]
+        assert len(cohort) == 10
+        assert {len(part) for part in parts} == {42}
+        assert sorted(np.concatenate(parts).tolist()) == sorted(own.tolist())
+    assert len(np.unique(stream.parts)) == stream.parts.size
+
+
+def test_each_regime_has_the_drift_it_is_named_after():
+    """Client drift: clients differ from their cohort. Period drift: cohorts differ from all."""
+    y = table().y.numpy()
+
+    def distances(drift):
+        stream, client, period = regime(drift), [], []
+        for t in range(20):
+            parts = held(stream, t)
+            pool = shares(y, np.concatenate(parts))
+            client += [np.abs(shares(y, part) - pool).sum() / 2 for part in parts]
+            period.append(np.abs(pool - shares(y, stream.data.train)).sum() / 2)
+        return np.mean(client), np.mean(period)
+
+    found = {drift: distances(drift) for drift in ("iid", "period", "client", "both")}
+    for drift, (client, period) in found.items():
+        assert (client > 0.6) == (drift in ("client", "both")), found
+        assert (period > 0.25) == (drift in ("period", "both")), found
+
+
+def test_all_regimes_draw_the_same_cohorts():
+    streams = [regime(drift) for drift in ("iid", "period", "client", "both")]
+    for t in range(5):
+        assert len({tuple(stream.online(t)) for stream in streams}) == 1
+
+
+def test_smaller_alphas_are_more_skewed():
+    y = table().y.numpy()
+    skew = [np.mean([(shares(y, part) ** 2).sum() for part in regime("both", a).parts])
+            for a in (1.0, 0.1, 0.01)]  # fmt: skip
+    assert 0.3 < skew[0] < skew[1] < skew[2]
+    assert skew[2] > 0.9
+
+
+def test_wrong_regimes():
+    for options, match in (
+        ({"cohort": 101}, "cohort of 101"),
+        ({"clients": 5000}, "cannot be split"),
+        ({"alpha": 0}, "alpha must be above 0"),
+    ):
+        with pytest.raises(ef.EverfedError, match=match):
+            regime("both", **options)

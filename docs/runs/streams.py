@@ -15,7 +15,7 @@ EXAMPLES = HERE.parent.parent / "examples" / "streams"
 def main() -> None:
     place = HERE.parent / "streams"
     place.mkdir(exist_ok=True)
-    for name in ("drifting", "day_and_night", "join_and_leave"):
+    for name in ("drifting", "day_and_night", "join_and_leave", "regions"):
         config = configs.read(EXAMPLES / f"{name}.toml")
         stream = configs.experiment(config).stream.seeded(config.seed)
         picture(stream, look(stream, config.seed), place / f"{name}.png", shown=3)

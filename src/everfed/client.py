@@ -38,6 +38,8 @@ GATHER = 2**24
 #: samples of one slice when a gradient over all of a client's data is taken: at most, and of which
 #: it is a multiple, because a library of convolutions gets ready for every new shape
 SLICE, UNIT = 512, 16
+#: a client trains on its own rows of a table alone where they are at most one in so many
+FEW = 4
 
 
 @dataclass(frozen=True)
@@ -475,11 +477,17 @@ class ClientProgram:
         phase.steps_all[:, 0] = torch.tensor([len(plan.steps) for plan in plans])
         phase.ends_all = _epoch_ends(plans)
         phase.pieces, phase.picks = [p.pieces for p in plans], [p.picks for p in plans]
-        w = self.compute.space(len(jobs))
-        w.copy_(ask.start)
         self.compute.load_buffers(ask.buffers)
         self.compute.seed(torch_seed(self.seed, "training", ask.round, jobs[0].client))
-        losses = self._descend(ask, phase, w, plans)
+        rows = self._rows(plans)
+        if rows is None:
+            w = self.compute.space(len(jobs))
+            w.copy_(ask.start)
+            losses = self._descend(ask, phase, w, plans)
+        else:
+            with self.compute.narrowed(ask.start, rows) as few:
+                losses = self._descend(ask, phase, few, plans, rows)
+            w = self.compute.space(1)
         phase.first(len(jobs))
         real = len(self.data.y)
         if (
@@ -490,8 +498,29 @@ class ClientProgram:
             self.compute.renew(w, (self.data.take(own, w.dtype)[0] for own in pieces))
         return self._finish(ask, phase, w, losses)
 
-    def _descend(self, ask: Ask, phase: Phase, w: Tensor, plans: list[Plan]) -> Tensor:
-        """All local steps; the mean loss of each client."""
+    def _rows(self, plans: list[Plan]) -> Tensor | None:
+        """The rows of the model's table that the client's samples name, if no step can change any
+        other, and leaving those out pays."""
+        slot = self.compute.table
+        bends = ("affine", "grad", "after", "loss", "feature_loss", "weigh")
+        if slot is None or self.local.weight_decay or any(self.hooks[hook] for hook in bends):
+            return None
+        assert len(plans) == 1  # modules are trained one client at a time
+        ids = np.unique(np.concatenate(plans[0].steps))
+        x, _ = self.table.take(torch.from_numpy(ids), self.compute.dtype)
+        rows = torch.unique(torch.cat([x.new_zeros(1), x.flatten()]))
+        return rows if len(rows) <= slot.shape[0] // FEW else None
+
+    def _descend(
+        self,
+        ask: Ask,
+        phase: Phase,
+        w: Tensor,
+        plans: list[Plan],
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """All local steps; the mean loss of each client. With `rows`, w has only these of its
+        table."""
         objective = self.objective(ask.task)
         if any(self.hooks[hook] for hook in ("loss", "feature_loss", "weigh")):
             objective = replace(
@@ -504,24 +533,25 @@ class ClientProgram:
         changes = self._changes(phase)
         rate, bend = self._fused(changes, ask.lr)
         total = torch.zeros(len(plans), device=w.device, dtype=w.dtype)
-        rows = w
+        own = w
         for k, x, y, scale in self._batches([plan.steps for plan in plans], w.dtype):
-            if len(x) != len(rows):
-                rows = w[: len(x)]
+            if len(x) != len(own):
+                own = w[: len(x)]
                 phase.first(len(x))
             phase.step = k
+            x = x if rows is None else torch.searchsorted(rows, x)
             if rate is not None:
-                loss = self.compute.descend(rows, x, y, scale, objective, rate)
+                loss = self.compute.descend(own, x, y, scale, objective, rate)
                 if bend is not None:
-                    bend(rows)
+                    bend(own)
             else:
-                g, loss = self.compute.grad(rows, x, y, scale, objective)
+                g, loss = self.compute.grad(own, x, y, scale, objective)
                 for change in changes:
-                    g = change(g, rows)
-                optimiser.step(rows, g, ask.lr)
+                    g = change(g, own)
+                optimiser.step(own, g, ask.lr)
             total[: len(x)] += loss
             for i in self.hooks["after"]:
-                rows.copy_(self._hook("after", i, phase)(rows))
+                own.copy_(self._hook("after", i, phase)(own))
         return total / phase.steps_all[:, 0]
 
     def _changes(self, phase: Phase) -> list[Change]:

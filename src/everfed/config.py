@@ -100,6 +100,41 @@ def _transformer(
     )
 
 
+def _din(
+    d: Data,
+    width: PositiveInt = 16,
+    hidden: tuple[PositiveInt, PositiveInt] = (80, 40),
+    activation: Literal["dice", "prelu"] = "dice",
+) -> models.Recipe:
+    """DIN, a click predictor with attention over the user's history (MovieLens).
+
+    Args:
+        width: of an item's vector.
+        hidden: widths of the dense layers.
+        activation: "dice" (DIN's own, with running statistics) or "prelu".
+    """
+    if d.x.is_floating_point() or d.x.dim() != 2 or d.classes != 2:
+        raise ConfigError(
+            f"model.name: din needs rows of item numbers and clicks, as movielens's; not {d.name}"
+        )
+    return models.din(int(d.x.max()), width=width, hidden=hidden, activation=activation)
+
+
+def _lstm(d: Data, width: PositiveInt = 128, layers: PositiveInt = 2) -> models.Recipe:
+    """An LSTM that predicts a text's next character.
+
+    Args:
+        width: units of a layer.
+        layers: how many.
+    """
+    if d.x.is_floating_point() or d.x.dim() != 2:
+        raise ConfigError(
+            f"model.name: lstm needs rows of characters, as shakespeare's; not {d.name}"
+        )
+    size = max(d.classes, int(d.x.max()) + 1)
+    return models.lstm(size, d.classes, width=width, layers=layers)
+
+
 def _image(d: Data) -> tuple[int, int]:
     if d.x.dim() != 4:
         shape = "x".join(map(str, d.x.shape[1:]))
@@ -114,6 +149,8 @@ MODELS: Builders = {
     "cnn": _cnn,
     "resnet18": _resnet18,
     "transformer": _transformer,
+    "din": _din,
+    "lstm": _lstm,
 }
 STREAMS: Builders = {
     "domains": streams.domains,
@@ -124,6 +161,7 @@ STREAMS: Builders = {
     "periodic": streams.periodic,
     "blocks": streams.blocks,
     "given": streams.given,
+    "regimes": streams.regimes,
     "sites": streams.sites,
 }
 DATASETS: Builders = {
@@ -135,6 +173,8 @@ DATASETS: Builders = {
     "tiny_imagenet": data.tiny_imagenet,
     "permuted": data.permuted,
     "npz": data.npz,
+    "npy": data.npy,
+    "parquet": data.parquet,
     "series": data.series,
     "elec2": data.elec2,
     "weather": data.weather,
@@ -149,6 +189,9 @@ DATASETS: Builders = {
     "vlcs": data.vlcs,
     "dn4il": data.dn4il,
     "glue": data.glue,
+    "femnist": data.femnist,
+    "shakespeare": data.shakespeare,
+    "movielens": data.movielens,
     "sites": data.sites,
 }
 
@@ -281,6 +324,7 @@ def parse(values: Mapping[str, Any]) -> Config:
 def check_method(config: Config, section: Mapping[str, Any], where: str = "method") -> None:
     """Raise ConfigError where a method cannot be built or does not go with its local settings."""
     method, local = method_of(section, config, where)
+    stream_of(section, config, where)
     try:
         for part in method.parts:
             part.check(local)
@@ -315,13 +359,13 @@ def method_of(
 
     What [methods.NAME] says is taken where the section is silent; where it has a `name`, NAME is a
     name of the user's for that method with these settings. `plus` lists methods whose parts are
-    added, `local` changes local settings for this method alone.
+    added, `local` changes local settings for this method alone; `stream` is for `stream_of`.
     """
     builders = {name: entry.build for name, entry in sorted(methods.METHODS.items())}
-    base = config.methods.get(str(section.get("name")), {})
-    own = base | {key: value for key, value in section.items() if key not in base or key != "name"}
+    own = _settled(section, config)
     name = _name(where, builders, own)
     plus, changes = own.pop("plus", []), own.pop("local", {})
+    own.pop("stream", None)
     if not isinstance(plus, list) or not all(isinstance(item, dict) for item in plus):
         raise ConfigError(f"{where}.plus must be a list of tables, each with a name")
     if not isinstance(changes, dict):
@@ -332,6 +376,24 @@ def method_of(
     if section["name"] != name:
         method = Method(*method.parts, average=method.average, name=section["name"])
     return method, _local(config.local, changes, f"{where}.local.")
+
+
+def _settled(section: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """A method's section with what [methods.NAME] says where it is silent."""
+    base = config.methods.get(str(section.get("name")), {})
+    return base | {key: value for key, value in section.items() if key not in base or key != "name"}
+
+
+def stream_of(section: Mapping[str, Any], config: Config, where: str = "method") -> dict[str, Any]:
+    """The section of the stream that a method is run on: [stream], with the changes that `stream`
+    in the method's own section makes for it alone."""
+    changes = _settled(section, config).get("stream", {})
+    if not isinstance(changes, dict):
+        raise ConfigError(f"{where}.stream must be a table")
+    other = changes.get("name", config.stream["name"]) != config.stream["name"]
+    whole = changes if other else config.stream | changes
+    _arguments(f"{where}.stream" if changes else "stream", STREAMS, whole)
+    return whole
 
 
 def _local(base: Local, changes: Mapping[str, Any], where: str) -> Local:
@@ -360,13 +422,13 @@ def experiment(
     """Build everything a run needs (of another method or seed, if given); the data are read, unless
     they have been."""
     samples = read or table(config)
-    stream = _build("stream", STREAMS, config.stream, samples)
+    section = {"name": method} if method else config.method
+    stream = _build("stream", STREAMS, stream_of(section, config), samples)
     if config.present:
         stream = _build("present", PRESENT, config.present | {"name": "present"}, stream)
     if config.sample and config.sample > stream.clients:
         raise ConfigError(f"sample is {config.sample}, but the stream has {stream.clients} clients")
     model = _build("model", MODELS, config.model, samples, folder=config.data_dir)
-    section = {"name": method} if method else config.method
     chosen, local = method_of(section, config)
     options = {
         "local": local,

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from everfed.errors import EverfedError
+
 Record = dict[str, Any]
 Matrix = np.ndarray
 
@@ -66,6 +68,69 @@ def prequential(a: Matrix) -> float:
     return float(np.mean(np.diag(a, 1))) if len(a) > 1 else math.nan
 
 
+def auc(scores: np.ndarray, y: np.ndarray) -> float:
+    """The share of pairs of a positive and a negative sample in which the positive one has the
+    higher score; equal scores count half.
+
+    >>> round(auc(np.array([.9, .4, .4, .3, .1]), np.array([1, 1, 0, 0, 0])), 6)
+    0.916667
+    """
+    positive = y > 0
+    n, m = int(positive.sum()), int((~positive).sum())
+    if not n or not m:
+        return math.nan
+    _, which, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    places = (np.cumsum(counts) - (counts - 1) / 2)[which]  # equal scores share the middle place
+    return float((places[positive].sum() - n * (n + 1) / 2) / (n * m))
+
+
+def ranks(scores: np.ndarray, y: np.ndarray, lists: np.ndarray) -> np.ndarray:
+    """The place, from 1, of each list's positive sample among its candidates. Of equal scores it
+    has the middle place: a model that cannot tell candidates apart is not first by accident.
+
+    >>> ranks(np.array([.2, .9, .1, .5, .5]), np.array([1, 0, 0, 1, 0]), np.array([7, 7, 7, 8, 8]))
+    array([2. , 1.5])
+    """
+    best = np.flatnonzero(y > 0)
+    known, which = np.unique(lists[best], return_inverse=True)
+    if len(known) != len(best):
+        raise EverfedError("every list of candidates needs exactly one positive sample")
+    mark = np.empty(len(known))
+    mark[which] = scores[best]
+    others = np.flatnonzero((y <= 0) & np.isin(lists, known))
+    row = np.searchsorted(known, lists[others])
+    above = np.bincount(row[scores[others] > mark[row]], minlength=len(known))
+    equal = np.bincount(row[scores[others] == mark[row]], minlength=len(known))
+    return np.asarray(1 + above + equal / 2)
+
+
+def hit_rate(places: np.ndarray, k: int) -> float:
+    """HR@k: the share of lists whose positive sample is among the first k.
+
+    >>> hit_rate(np.array([1, 3, 7, 12]), 5)
+    0.5
+    """
+    return float(np.mean(places <= k))
+
+
+def ndcg(places: np.ndarray, k: int) -> float:
+    """NDCG@k of lists with one positive sample: the mean of 1 / log2(place + 1), 0 beyond k.
+
+    (FedEve's paper prints the logarithm of the hit instead of the place.)
+
+    >>> round(ndcg(np.array([1, 3, 7, 12]), 10), 6)
+    0.458333
+    """
+    return float(np.mean(np.where(places <= k, 1 / np.log2(places + 1), 0)))
+
+
+def ranking(scores: np.ndarray, y: np.ndarray, lists: np.ndarray) -> dict[str, float]:
+    """All measures of candidates that were given scores."""
+    places = ranks(scores, y, lists)
+    at = {f"hr@{k}": hit_rate(places, k) for k in (5, 10)}
+    return {"auc": auc(scores, y)} | at | {f"ndcg@{k}": ndcg(places, k) for k in (5, 10)}
+
+
 def rounds_to_best(records: Iterable[Record], metric: str = "accuracy") -> float:
     """Rounds, summed over tasks, until a task's own accuracy was first at its maximum in that task.
 
@@ -103,6 +168,11 @@ class Summary:
     dropped_updates: int  #: clients' updates that could not be used
     lost_rounds: int  #: rounds without any usable update
     empty_clients: int  #: times that a client in a cohort had no samples
+    auc: float = math.nan  #: of ranked candidates: area under the curve, mean over tasks
+    hr_5: float = math.nan  #: the share of lists whose item is among the first 5
+    hr_10: float = math.nan  #: among the first 10
+    ndcg_5: float = math.nan  #: the same, weighed by place
+    ndcg_10: float = math.nan  #: among the first 10
 
 
 def summarise(records: Sequence[Record]) -> Summary:
@@ -133,4 +203,9 @@ def summarise(records: Sequence[Record]) -> Summary:
         dropped_updates=int(total("dropped_updates")),
         lost_rounds=int(total("lost_round")),
         empty_clients=int(total("empty_clients")),
+        auc=acc(matrix(records, "auc")),
+        hr_5=acc(matrix(records, "hr@5")),
+        hr_10=acc(matrix(records, "hr@10")),
+        ndcg_5=acc(matrix(records, "ndcg@5")),
+        ndcg_10=acc(matrix(records, "ndcg@10")),
     )

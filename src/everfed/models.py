@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,107 @@ def resnet18(channels: int = 3, classes: int = 10) -> Recipe:
         )  # fmt: skip
 
     return Recipe("resnet18", build, (channels, classes))
+
+
+class Dice(nn.Module):
+    """DIN's activation: a PReLU whose bend lies at the mean of its inputs and is smooth."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width, affine=False)
+        self.slope = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = torch.sigmoid(self.norm(x))
+        return p * x + (1 - p) * self.slope * x
+
+
+class DIN(nn.Module):
+    """Deep Interest Network (Zhou et al. 2018) on rows of item numbers, 0 being none: the
+    candidate, then the user's history.
+
+    The history counts by its attention to the candidate, h = sum_k a(e_k, e) e_k, whose weights are
+    not brought to the sum 1.
+    """
+
+    #: the parameter whose rows the inputs' numbers are: a client needs those of its own items only
+    table = "items.weight"
+
+    def __init__(self, items: int, width: int, hidden: tuple[int, int], activation: str) -> None:
+        super().__init__()
+        self.items = nn.Embedding(items + 1, width, padding_idx=0)
+        nn.init.normal_(self.items.weight[1:], std=0.1)
+        self.attention = nn.Sequential(nn.Linear(4 * width, 36), nn.PReLU(), nn.Linear(36, 1))
+        layers: list[nn.Module] = []
+        for inner, outer in pairwise((3 * width, *hidden)):
+            bend = Dice(outer) if activation == "dice" else nn.PReLU()
+            layers += [nn.Linear(inner, outer), bend]
+        self.top = nn.Sequential(*layers, nn.Linear(hidden[-1], 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = self.items(x)  # (batch, 1 + history, width)
+        candidate, past = e[:, :1], e[:, 1:]
+        beside = candidate.expand_as(past)
+        a = self.attention(torch.cat([past, beside, past - beside, past * beside], -1))
+        a = a * x[:, 1:, None].ne(0)
+        h, e = (a * past).sum(1), candidate[:, 0]
+        z: Tensor = self.top(torch.cat([h, e, h * e], -1))
+        return z
+
+
+def din(
+    items: int,
+    *,
+    width: int = 16,
+    hidden: tuple[int, int] = (80, 40),
+    activation: Literal["dice", "prelu"] = "dice",
+) -> Recipe:
+    """DIN, for clicks: attention over the user's history, item by item.
+
+    Args:
+        items: how many there are; their numbers begin at 1.
+        width: of an item's vector.
+        hidden: widths of the dense layers.
+        activation: "dice" (DIN's own, with running statistics) or "prelu".
+    """
+    if items < 1:
+        raise EverfedError(f"din needs items, not {items}")
+
+    def build() -> nn.Module:
+        return DIN(items, width, hidden, activation)
+
+    return Recipe("din", build, (items, width, *hidden, activation))
+
+
+class Characters(nn.Module):
+    """The next character after rows of characters' numbers: LSTM, the last state decides."""
+
+    def __init__(self, characters: int, classes: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(characters, 8)
+        self.past = nn.LSTM(8, width, layers, batch_first=True)
+        self.next = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.next(self.past(self.letters(x.long()))[0][:, -1])
+        return z
+
+
+def lstm(characters: int, classes: int, *, width: int = 128, layers: int = 2) -> Recipe:
+    """The next character of a text, by an LSTM on vectors of 8 numbers (LEAF's network, which has
+    256 units in two layers).
+
+    Args:
+        characters: how many there are.
+        classes: outputs.
+        width: units of a layer.
+        layers: how many.
+    """
+
+    def build() -> nn.Module:
+        return Characters(characters, classes, width, layers)
+
+    return Recipe("lstm", build, (characters, classes, width, layers))
 
 
 class Classifier(nn.Module):

@@ -50,9 +50,10 @@ class Engine(Protocol):
         sets: list[np.ndarray],
         task: int,
         states: Sequence[State] = (),
-    ) -> list[tuple[float, float]]:
-        """Accuracy (share of right answers; NaN without classes) and mean loss on each set; the
-        parts' states are for those that predict."""
+    ) -> list[dict[str, float]]:
+        """The measures of each set: accuracy (the share of right answers; NaN without classes) or,
+        where candidates are ranked, those of `metrics.ranking`, and the mean loss. The parts'
+        states are for those that predict."""
         ...
 
     def describe(self) -> str:

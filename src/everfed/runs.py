@@ -384,11 +384,10 @@ class Session:
         out = []
         asked = (fed.w, fed.buffers, sets, task, fed.parts)
         results = self.engine.evaluate(*asked) if sets else []
-        for j, (right, loss) in zip(on, results, strict=True):
+        for j, found in zip(on, results, strict=True):
             extra = {"on": j} | ({"end": True} if end else {})
-            if right == right:
-                out.append(_line(at, task, "accuracy", right) | extra)
-            out.append(_line(at, task, "loss", loss) | extra)
+            known = {key: value for key, value in found.items() if key == "loss" or value == value}
+            out += [_line(at, task, key, value) | extra for key, value in known.items()]
         return out
 
     def _end_task(

@@ -112,6 +112,12 @@ class Layout:
         pieces = torch.split(vector, sizes, dim=-1)
         return {slot.name: slot.view(p) for slot, p in zip(self.slots, pieces, strict=True)}
 
+    def reshaped(self, name: str, shape: tuple[int, ...]) -> Layout:
+        """The layout of a vector in which one tensor has another shape."""
+        tensors = ((s.name, torch.empty(shape if s.name == name else s.shape, device="meta"))
+                   for s in self.slots)  # fmt: skip
+        return Layout._build(tensors)
+
     def names(self, prefix: str) -> list[Slot]:
         """The slots of one layer: those named `prefix` or `prefix.…` ("": the module's own)."""
         return [

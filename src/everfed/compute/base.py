@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from everfed.errors import EverfedError
-from everfed.vector import Layout, load
+from everfed.vector import Layout, Slot, load
 
 #: outputs (batch, ...) and targets (batch, ...) -> one loss a sample, (batch,)
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -64,6 +64,9 @@ class Compute(ABC):
     width: int
     #: what to tell the user
     name: str
+    #: the parameter whose rows the inputs' numbers are, where the module names one (`module.table`)
+    #: and can be trained on some of them
+    table: Slot | None = None
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module = module.to(device)
@@ -106,6 +109,14 @@ class Compute(ABC):
 
     def renew(self, w: Tensor, batches: Iterable[Tensor]) -> None:  # noqa: B027 - as most have none
         """Take running statistics anew, over these inputs, at the only client's model w."""
+
+    @contextmanager
+    def narrowed(self, start: Tensor, rows: Tensor) -> Iterator[Tensor]:
+        """Room for one model that begins at `start` and has only these rows (sorted, 0 among them)
+        of its table, (1, d'); inputs are then places in `rows`. Afterwards the whole model is in
+        `space(1)`."""
+        raise NotImplementedError
+        yield
 
     @abstractmethod
     def space(self, clients: int) -> Tensor:

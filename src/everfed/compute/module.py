@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed.compute.base import Compute, Objective
 from everfed.curvature import ROOM, sample_gradients
-from everfed.vector import bind
+from everfed.vector import Layout, bind
 
 
 class ModuleCompute(Compute):
@@ -23,9 +23,10 @@ class ModuleCompute(Compute):
         super().__init__(module, device)
         self.bf16 = precision == "bf16"
         self.name = "one client at a time" + (", bf16" if self.bf16 else "")
-        self.w = self.weights()
-        self.g = torch.zeros_like(self.w)
-        bind(self.module, self.layout, self.w, self.g)
+        w = self.weights()
+        self._bind(self.layout, w, torch.zeros_like(w))
+        known = {slot.name: slot for slot in self.layout.slots}
+        self.table = known.get(getattr(module, "table", ""))
         self.norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
 
     def seed(self, value: int) -> None:
@@ -51,6 +52,28 @@ class ModuleCompute(Compute):
 
     def space(self, clients: int) -> Tensor:
         return self.w.unsqueeze(0)
+
+    @contextmanager
+    def narrowed(self, start: Tensor, rows: Tensor) -> Iterator[Tensor]:
+        assert self.table is not None
+        whole, cut = (self.layout, self.w, self.g), slice(self.table.start, self.table.stop)
+        shape = (len(rows), *self.table.shape[1:])
+        chosen = self.table.view(start[cut])[rows]
+        small = self.layout.reshaped(self.table.name, shape)
+        w = torch.cat([start[: cut.start], chosen.reshape(-1), start[cut.stop :]])
+        self._bind(small, w, torch.zeros_like(w))
+        try:
+            yield w.unsqueeze(0)
+        finally:
+            self._bind(*whole)
+        end = cut.start + chosen.numel()
+        self.w.copy_(start)
+        self.w[: cut.start], self.w[cut.stop :] = w[: cut.start], w[end:]
+        self.table.view(self.w[cut])[rows] = w[cut.start : end].view(shape)
+
+    def _bind(self, layout: Layout, w: Tensor, g: Tensor) -> None:
+        self.layout, self.w, self.g = layout, w, g
+        bind(self.module, layout, w, g)
 
     @contextmanager
     def _at(self, w: Tensor) -> Iterator[None]:

@@ -164,16 +164,16 @@ def npz(
         table = {name: column(name) for name in ("x", "y", *filter(None, (client, task)))}
         order = rng(0, "held out").permutation(len(table["x"]))
         test, train = np.split(order, [len(order) // 5])
-    owners = _codes(table[client][train]) if client else None
-    codes = _codes(table[task]) if task else None
+    owners = codes(table[client][train]) if client else None
+    kinds = codes(table[task]) if task else None
     return arrays(
         table["x"][train],
         table["y"][train],
         test=(table["x"][test], table["y"][test]),
         client=owners,
-        task=None if codes is None else codes[train],
-        test_task=None if codes is None else codes[test],
-        tasks=_titles(found.get(f"{task}s"), codes, table.get(task or "")),
+        task=None if kinds is None else kinds[train],
+        test_task=None if kinds is None else kinds[test],
+        tasks=_titles(found.get(f"{task}s"), kinds, table.get(task or "")),
         name=path.stem,
     )
 
@@ -214,7 +214,7 @@ def _titles(
     return [str(name) for name in names]
 
 
-def _codes(values: np.ndarray) -> np.ndarray:
+def codes(values: np.ndarray) -> np.ndarray:
     """Whole numbers from 0 without gaps."""
     codes: np.ndarray = np.unique(values, return_inverse=True)[1]
     return codes

@@ -38,6 +38,9 @@ class Data:
     tasks: tuple[str, ...] = ("all",)  #: names of the tasks
     ordered: bool = False  #: whether the rows of `x` are in time order
     notes: tuple[str, ...] = ()  #: what was left out or found odd when the data were read
+    #: where candidates are ranked: the list that each test sample is in, (samples,); label 1 is
+    #: what should come first
+    lists: np.ndarray | None = None
 
     @cached_property
     def classes(self) -> int:

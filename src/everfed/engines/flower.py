@@ -79,7 +79,7 @@ class FlowerEngine:
         sets: list[np.ndarray],
         task: int,
         states: Sequence[State] = (),
-    ) -> list[tuple[float, float]]:
+    ) -> list[dict[str, float]]:
         return self.tester.evaluate(w, buffers, sets, task, states)
 
     # who is there ----------------------------------------------------------------------------

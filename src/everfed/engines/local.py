@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everfed import metrics
 from everfed.client import Ask, ClientProgram, Job
 from everfed.engines import pool
 from everfed.method import State
@@ -91,18 +92,28 @@ class LocalEngine:
         sets: list[np.ndarray],
         task: int,
         states: Sequence[State] = (),
-    ) -> list[tuple[float, float]]:
-        """Accuracy (share of right answers; NaN without classes) and mean loss on each set."""
+    ) -> list[dict[str, float]]:
+        """Accuracy (share of right answers; NaN without classes) or how well candidates are ranked,
+        and the mean loss, on each set."""
         k = max(1, self.count)
         pieces = [[np.array_split(ids, k)[i] for ids in sets] for i in range(k)]
         # only a part that predicts needs its state
         own = {i: states[i] for i in self.program.method.using("predict")}
         results = self._spread("test", [(w, buffers, piece, task, own) for piece in pieces])
-        sums = torch.stack(results).sum(0)
-        return [
-            (float(right) / len(ids), float(loss) / len(ids))
+        sums = torch.stack([own for own, _ in results]).sum(0).tolist()
+        means = [
+            (right / len(ids), loss / len(ids))
             for (right, loss), ids in zip(sums, sets, strict=True)
         ]
+        lists, y = self.program.data.lists, self.program.data.y
+        if lists is None:
+            return [{"accuracy": right, "loss": loss} for right, loss in means]
+        out = []
+        for k, ids in enumerate(sets):
+            scores = torch.cat([own[k] for _, own in results]).numpy()
+            labels = y[torch.from_numpy(ids)].cpu().numpy()
+            out.append(metrics.ranking(scores, labels, lists[ids]) | {"loss": means[k][1]})
+        return out
 
     def close(self) -> None:
         for worker in self.workers:
@@ -158,17 +169,22 @@ class LocalEngine:
         sets: list[np.ndarray],
         task: int,
         states: Mapping[int, State],
-    ) -> Tensor:
-        """Right answers and summed losses, (sets, 2)."""
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Right answers and summed losses, (sets, 2); and where candidates are ranked, the scores
+        of each set's samples."""
         p = self.program
         p.compute.load_buffers(buffers)
         objective = p.objective(task, new=False)
         out = torch.zeros(len(sets), 2, dtype=torch.float64)
+        scores = [torch.zeros(len(ids)) for ids in sets if p.data.lists is not None]
         for row, ids in enumerate(sets):
             for k in range(0, len(ids), TEST_BATCH):
                 x, y = p.data.take(torch.from_numpy(ids[k : k + TEST_BATCH]), w.dtype)
                 z = p.compute.logits(w, x)
                 out[row, 1] += objective(z[None], x[None], y[None]).sum().double().cpu()
+                if scores:  # of label 1 beside label 0, or of the only output
+                    score = z[..., -1] - z[..., 0] if z.shape[-1] > 1 else z[..., 0]
+                    scores[row][k : k + len(y)] = score.cpu()
                 if y.is_floating_point() or z.shape[:-1] != y.shape or z.shape[-1] < 2:
                     out[row, 0] = torch.nan  # not a choice among classes
                     continue
@@ -178,7 +194,7 @@ class LocalEngine:
                 z = z if mask is None else z.masked_fill(~mask, -torch.inf)
                 right = z.argmax(-1) == y
                 out[row, 0] += right.view(len(y), -1).double().mean(1).sum().cpu()
-        return out
+        return out, scores
 
 
 def workers_for(program: ClientProgram, cohort: int) -> int:

@@ -22,7 +22,7 @@ from everfed import __version__
 from everfed.errors import EverfedError
 from everfed.metrics import Record, matrix, prequential, summarise
 from everfed.records import Loaded, differing, unequal
-from everfed.report.table import COLUMNS, cells, spread, trouble
+from everfed.report.table import cells, columns_of, spread, trouble
 
 #: Points of all curves together, beyond which only some rounds are drawn.
 POINTS = 100_000
@@ -100,6 +100,10 @@ PANELS: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Time", "seconds of a round, with its tests", False, {"seconds": ""}),
     ("Client memory", "MB of the client that holds most: model, what comes with it, what it keeps",
      False, {"client_mb": "all", "memory_mb": "samples it keeps"}),
+    ("Hit rate", "lists whose item is among the first 10 or 5 candidates", False,
+     {"hr@10": "HR@10", "hr@5": "HR@5"}),
+    ("NDCG", "the same, weighed by the item's place", False,
+     {"ndcg@10": "NDCG@10", "ndcg@5": "NDCG@5"}),
     ("Training loss", "mean over the round's clients", False, {"train_loss": ""}),
     ("Clients", "whose updates counted", False, {"clients": ""}),
     ("Kalman gain", "FedEve: 1 trusts the cohort, 0 the server's prediction", False,
@@ -124,6 +128,8 @@ PANELS: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Information loss", "CFL: between past gradients and their approximations", True,
      {"information_loss": ""}),
 )  # fmt: skip
+#: what tests measure, the first that was recorded is shown task by task
+MEASURES = ("accuracy", "auc")
 #: metrics that are shown elsewhere
 ELSEWHERE = {
     "accuracy", "loss", "labels", "mb_up", "mb_down", "lost_round", "dropped_updates",
@@ -136,7 +142,7 @@ def gather(runs: Runs) -> Page:
     """The page's data."""
     everyone = [run for own in runs.values() for run in own]
     tasks = task_names(everyone)
-    measure = "accuracy" if any(_has(run, "accuracy") for run in everyone) else "loss"
+    measure = next((m for m in MEASURES if any(_has(run, m) for run in everyone)), "loss")
     factor, unit = (100, "%") if measure == "accuracy" else (1, "")
     series = {m: [_series(run.records, measure, factor) for run in own] for m, own in runs.items()}
     edges = _edges(everyone)
@@ -159,7 +165,7 @@ def gather(runs: Runs) -> Page:
         version=__version__,
         methods=list(runs),
         notes=notes(runs) + trouble(summaries),
-        columns=[{"name": c.name, "what": c.what} for c in COLUMNS],
+        columns=[{"name": c.name, "what": c.what} for c in columns_of(summaries)],
         table=[[{"text": cell.text(), "best": cell.best} for cell in row] for row in rows.values()],
         tasks=tasks,
         edges=edges,
@@ -246,6 +252,8 @@ def _series(records: Iterable[Record], measure: str, factor: float) -> dict[str,
         if "on" in r:
             if metric == measure:
                 out.setdefault(f"on {r['on']}", {})[at] = factor * value
+            elif metric not in ELSEWHERE:  # other measures: of the present task
+                out.setdefault(metric, {})[at] = value
         elif metric in ("mb_up", "mb_down"):
             own = out.setdefault("mb", {})
             own[at] = own.get(at, 0.0) + value

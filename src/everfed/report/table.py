@@ -29,10 +29,16 @@ class Column:
     more: bool | None = None  #: whether more is better (None: neither)
     narrow: bool = True  #: whether a narrow table has it, too
     digits: int = 1
+    always: bool = True  #: whether it is there where no run knows it
 
 
 COLUMNS = (
     Column("ACC %", "acc", 100, "mean accuracy over all tasks at the end", True),
+    Column("AUC %", "auc", 100, "pairs in which the better candidate is ahead", True, always=False),
+    Column("HR@5 %", "hr_5", 100, "lists whose item is in the first 5", True, False, always=False),
+    Column("HR@10 %", "hr_10", 100, "lists whose item is in the first 10", True, always=False),
+    Column("NDCG@5 %", "ndcg_5", 100, "the same, by place", True, False, always=False),
+    Column("NDCG@10 %", "ndcg_10", 100, "the same, by place", True, always=False),
     Column("BWT", "bwt", 100, "what became of earlier tasks; negative: forgotten", True),
     Column("forgetting", "forgetting", 100, "accuracy lost on earlier tasks, -BWT", False, False),
     Column("worst drop", "worst_drop", 100, "the largest loss on one earlier task", True),
@@ -69,10 +75,20 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
 
 
+def columns_of(runs: Summaries) -> list[Column]:
+    """The columns of a table of these runs."""
+    everyone = [summary for own in runs.values() for summary in own]
+
+    def known(column: Column) -> bool:
+        return not all(math.isnan(getattr(summary, column.attribute)) for summary in everyone)
+
+    return [column for column in COLUMNS if column.always or known(column)]
+
+
 def cells(runs: Summaries) -> dict[str, list[Cell]]:
     """The table's rows by method; the best of each column is marked where there is a choice."""
     columns = []
-    for c in COLUMNS:
+    for c in columns_of(runs):
         own = {m: spread([c.factor * getattr(s, c.attribute) for s in r]) for m, r in runs.items()}
         known = {m: mean for m, (mean, _) in own.items() if not math.isnan(mean)}
         best = None
@@ -95,8 +111,9 @@ def table(runs: Summaries, title: str | None = None, narrow: bool = False) -> Ta
         padding=(0, 0, 0, 1) if narrow else (0, 1),
     )
     out.add_column("method", no_wrap=True)
-    shown = [k for k, column in enumerate(COLUMNS) if column.narrow or not narrow]
-    for column in (COLUMNS[k] for k in shown):
+    columns = columns_of(runs)
+    shown = [k for k, column in enumerate(columns) if column.narrow or not narrow]
+    for column in (columns[k] for k in shown):
         short = column.name.replace(" ", "\n")
         out.add_column(short if narrow else column.name, justify="right", no_wrap=True)
     join = "\n± " if narrow else " ± "
@@ -109,8 +126,9 @@ def table(runs: Summaries, title: str | None = None, narrow: bool = False) -> Ta
 
 def markdown(runs: Summaries) -> str:
     """A Markdown table, the best of each column in bold."""
-    lines = ["| method | " + " | ".join(c.name for c in COLUMNS) + " |"]
-    lines.append("|---|" + "---:|" * len(COLUMNS))
+    columns = columns_of(runs)
+    lines = ["| method | " + " | ".join(c.name for c in columns) + " |"]
+    lines.append("|---|" + "---:|" * len(columns))
     for method, row in cells(runs).items():
         shown = [f"**{cell.text()}**" if cell.best else cell.text() for cell in row]
         lines.append("| " + " | ".join([escape_markdown(method), *shown]) + " |")
@@ -119,8 +137,9 @@ def markdown(runs: Summaries) -> str:
 
 def latex(runs: Summaries) -> str:
     """A LaTeX table (with booktabs), the best of each column in bold."""
-    lines = [r"\begin{tabular}{l" + "r" * len(COLUMNS) + "}", r"\toprule"]
-    lines.append(" & ".join(["method", *(escape_latex(c.name) for c in COLUMNS)]) + r" \\")
+    columns = columns_of(runs)
+    lines = [r"\begin{tabular}{l" + "r" * len(columns) + "}", r"\toprule"]
+    lines.append(" & ".join(["method", *(escape_latex(c.name) for c in columns)]) + r" \\")
     lines.append(r"\midrule")
     for method, row in cells(runs).items():
         texts = [(cell.text(r" $\pm$ ", none="--"), cell.best) for cell in row]

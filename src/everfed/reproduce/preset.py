@@ -38,7 +38,14 @@ def information_loss(records: Sequence[Record]) -> float:
     return float(np.mean([r["value"] for r in records if r["metric"] == "information_loss"]))
 
 
-#: what a paper reports, from a run's records; accuracies in percent
+def last(records: Sequence[Record], metric: str, tests: int) -> np.ndarray:
+    """A run's last tests of one measure."""
+    return np.array([r["value"] for r in records if r["metric"] == metric and not r.get("end")])[
+        -tests:
+    ]
+
+
+#: what a paper reports, from a run's records; shares in percent
 MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "best 5": lambda records: 100 * best5(records),
     "ACC": lambda records: 100 * summarise(records).acc,
@@ -46,7 +53,13 @@ MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "worst drop": lambda records: 100 * summarise(records).worst_drop,
     "rounds to best": lambda records: summarise(records).rounds_to_best,
     "information loss": information_loss,
-}
+    "last 10": lambda records: 100 * float(last(records, "accuracy", 10).mean()),
+    "swing": lambda records: 100 * float(last(records, "accuracy", 50).std()),
+} | {
+    name: lambda records, metric=metric: 100 * float(last(records, metric, 5).mean())
+    for name, metric in (("AUC", "auc"), ("HR@5", "hr@5"), ("HR@10", "hr@10"),
+                         ("NDCG@5", "ndcg@5"), ("NDCG@10", "ndcg@10"))
+}  # fmt: skip
 CLAIM = re.compile(r"(?P<measure>.+): (?P<a>\w+) (?P<than>>=?) (?P<b>\w+)(?: \+ (?P<by>[\d.]+))?")
 #: by method, then seed by seed
 Values = Mapping[str, np.ndarray]

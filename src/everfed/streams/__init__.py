@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,15 +13,17 @@ from everfed.data.table import Data
 from everfed.errors import EverfedError
 from everfed.streams.blocks import Blocks, blocks
 from everfed.streams.evolving import Evolving, evolving
+from everfed.streams.given import Given, given
 from everfed.streams.mixture import Drifting, Periodic, drifting, periodic
 from everfed.streams.presence import Present, present
+from everfed.streams.regimes import Regimes, regimes
 from everfed.streams.sites import sites
 from everfed.streams.stream import Head, Stream, TaskStream, positive
 
 __all__ = [
-    "Blocks", "Drifting", "Evolving", "Given", "Head", "Periodic", "Present", "Stream",
+    "Blocks", "Drifting", "Evolving", "Given", "Head", "Periodic", "Present", "Regimes", "Stream",
     "TaskStream", "blocks", "classes", "domains", "drifting", "evolving", "given", "periodic",
-    "present", "sites", "static",
+    "present", "regimes", "sites", "static",
 ]  # fmt: skip
 
 
@@ -144,72 +144,6 @@ def static(
     sets = ((data.train, data.test),)
     _check_split(data, ("all",), sets, clients, alpha)
     return TaskStream(data, clients, rounds, alpha, sets, ("all",), seed=seed)
-
-
-@dataclass(frozen=True, eq=False)
-class Given(Stream):
-    """Samples stay with the client and the task that the data name."""
-
-    data: Data
-    rounds_per_task: int
-
-    @property
-    def clients(self) -> int:  # type: ignore[override]
-        return int(self._owners.max()) + 1
-
-    @cached_property
-    def _owners(self) -> np.ndarray:
-        assert self.data.client is not None
-        owners: np.ndarray = self.data.client[self.data.train]
-        return owners
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        return self.data.tasks if self.data.task is not None else ("all",)
-
-    @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return self.rounds_per_task * len(self.tasks)
-
-    @property
-    def task_rounds(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (self.rounds_per_task,) * len(self.tasks)
-
-    @cached_property
-    def _order(self) -> tuple[np.ndarray, np.ndarray]:
-        """Training samples sorted by (task, client), and where each pair begins."""
-        task = 0 if self.data.task is None else self.data.task[self.data.train]
-        pair = task * self.clients + self._owners
-        order = np.argsort(pair, kind="stable")
-        starts = np.searchsorted(pair[order], np.arange(len(self.tasks) * self.clients + 1))
-        return self.data.train[order], starts
-
-    def samples(self, client: int, round_: int) -> np.ndarray:
-        ids, starts = self._order
-        pair = self.task(round_) * self.clients + client
-        return ids[starts[pair] : starts[pair + 1]]
-
-    def test(self, task: int) -> np.ndarray:
-        if self.data.task is None:
-            return self.data.test
-        held: np.ndarray = self.data.test[self.data.task[self.data.test] == task]
-        return held
-
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | {"data": self.data.name, "tasks": list(self.tasks)}
-
-
-def given(data: Data, *, rounds: int = 20) -> Stream:
-    """Natural owners: every sample stays with the client (and in the task) that the data name.
-
-    Args:
-        data: samples with a client column.
-        rounds: rounds of each task.
-    """
-    positive(rounds=rounds)
-    if data.client is None:
-        raise EverfedError(f"{data.name} has no client column; use streams.static or domains")
-    return Given(data, rounds)
 
 
 def _check_split(

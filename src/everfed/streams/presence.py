@@ -1,20 +1,50 @@
-"""Clients that join and leave: any stream, with only some of its clients online."""
+"""Clients that join and leave, and sleep: any stream, with only some of its clients online.
+
+With a period a client that has joined is there with a chance that follows its own time of day,
+
+    p(t) = night + (1 - night) (1 + cos 2 pi (t / period + zone / zones)) / 2.
+
+Where zones hold different data (`by` "labels"), a round's clients are one-sided, and another way in
+every part of the day.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from everfed.chance import rng
 from everfed.errors import EverfedError
+from everfed.streams.labels import counts
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 
 #: client -> the rounds in which it is there: pairs of the first one and the one after the last
 Schedule = Mapping[NonNegativeInt, Sequence[tuple[NonNegativeInt, NonNegativeInt]]]
+
+
+By = Literal["turn", "labels"]
+
+
+@dataclass(frozen=True)
+class Day:
+    """The hours in which clients are there."""
+
+    period: int  #: rounds of a day
+    night: float  #: the chance of being there at its darkest
+    zones: int
+    by: By
+
+    def chance(self, zone: np.ndarray, round_: int) -> np.ndarray:
+        """Of being there in a round, by zone."""
+        hour = round_ / self.period + zone / self.zones
+        light = (1 + np.cos(2 * np.pi * hour)) / 2
+        return np.asarray(self.night + (1 - self.night) * light)
 
 
 class Present(Stream):
@@ -27,10 +57,11 @@ class Present(Stream):
         start: float,
         join: float,
         leave: float,
+        day: Day | None,
         seed: int | None,
     ) -> None:
         self.stream, self.schedule, self.seed = stream, dict(schedule), seed
-        self.start, self.join, self.leave = start, join, leave
+        self.start, self.join, self.leave, self.day = start, join, leave, day
         self.data, self.clients, self.rounds = stream.data, stream.clients, stream.rounds
         self.task_rounds, self.stateless = stream.task_rounds, stream.stateless
         self.head, self.task_classes = stream.head, stream.task_classes
@@ -61,11 +92,25 @@ class Present(Stream):
     # who is there ----------------------------------------------------------------------------
     def online(self, round_: int) -> np.ndarray:
         there = self._by_chance(round_).copy()
+        if self.day is not None:
+            awake = rng(self.seed or 0, "awake", round_).random(self.clients)
+            there &= awake < self.day.chance(self._zones, round_)
         for client, times in self.schedule.items():
             there[client] = any(first <= round_ < end for first, end in times)
         before = self.stream.online(round_)
         ids = np.flatnonzero(there)
         return ids if before is None else np.intersect1d(ids, before)
+
+    @cached_property
+    def _zones(self) -> np.ndarray:
+        """Every client's time zone."""
+        assert self.day is not None
+        everyone = np.arange(self.clients)
+        if self.day.by == "turn":
+            return everyone % self.day.zones
+        held = (counts(self.data, self.stream.samples(client, 0)) for client in range(self.clients))
+        commonest = np.fromiter((own.argmax() for own in held), np.int64, self.clients)
+        return commonest * self.day.zones // self.data.classes
 
     def _by_chance(self, round_: int) -> np.ndarray:
         """Goes on from the round that was asked for last, or from the first."""
@@ -83,14 +128,15 @@ class Present(Stream):
     def seeded(self, seed: int) -> Stream:
         own = seed if self.seed is None else self.seed
         inner = self.stream.seeded(seed)
-        return Present(inner, self.schedule, self.start, self.join, self.leave, own)
+        return Present(inner, self.schedule, self.start, self.join, self.leave, self.day, own)
 
     def describe(self) -> dict[str, Any]:
         schedule = {
             str(client): [list(t) for t in times] for client, times in self.schedule.items()
         }
         rates = {"start": self.start, "join": self.join, "leave": self.leave, "seed": self.seed}
-        return self.stream.describe() | {"present": {"schedule": schedule} | rates}
+        day = {} if self.day is None else asdict(self.day)
+        return self.stream.describe() | {"present": {"schedule": schedule} | rates | day}
 
 
 def present(
@@ -100,10 +146,15 @@ def present(
     start: float = 1.0,
     join: float = 0.0,
     leave: float = 0.0,
+    period: PositiveInt | None = None,
+    night: float = 0.0,
+    zones: PositiveInt = 1,
+    by: By = "turn",
     seed: int | None = None,
 ) -> Stream:
-    """In any stream, clients that join late, leave and come back, on a schedule or at random.
-    Rounds go on while a client is away: it misses the data of those rounds.
+    """In any stream, clients that join late, leave and come back, on a schedule or at random, or
+    are there by the time of day. Rounds go on while a client is away: it misses the data of those
+    rounds.
 
     With both rates above 0, in the long run a share of join / (join + leave) is there, each time
     for 1 / leave rounds in the mean.
@@ -121,11 +172,17 @@ def present(
         start: share of the clients that is there in the first round, in the mean.
         join: chance that a client that is away is there in the next round.
         leave: chance that a client that is there is away in the next round.
+        period: rounds of a day; of the clients that have joined, those by whose clock it is noon
+            are there, and fewer towards midnight (a cosine). Left out: at all hours.
+        night: chance that a client is there at its midnight.
+        zones: time zones over a whole day; 1: it is noon for all at once.
+        by: "turn": clients belong to the zones in turn; "labels": by their commonest class in the
+            first round, so that a round's clients hold other data than the next hour's.
         seed: of who comes and goes; left out: the run's seed.
     """
     if isinstance(stream, Sites):
         raise EverfedError("the sites of a federation come and go by themselves: leave out present")
-    for name, value in {"start": start, "join": join, "leave": leave}.items():
+    for name, value in {"start": start, "join": join, "leave": leave, "night": night}.items():
         if not 0 <= value <= 1:
             raise EverfedError(f"present.{name} must be between 0 and 1, not {value}")
     for client, times in (schedule or {}).items():
@@ -139,7 +196,12 @@ def present(
                     f"present.schedule: client {client} cannot be there from round {first} until "
                     f"before round {end}"
                 )
-    made = Present(stream, schedule or {}, start, join, leave, seed)
+    if period is None and (night or zones > 1 or by != "turn"):
+        raise EverfedError("present.night, zones and by are for a day: give its present.period")
+    if by == "labels" and (not stream.data.classes or stream.data.y.dim() > 1):
+        raise EverfedError(f"present.by = 'labels': {stream.data.name} has no classes")
+    day = None if period is None else Day(period, night, zones, by)
+    made = Present(stream, schedule or {}, start, join, leave, day, seed)
     if not start and not join and not len(made.schedule):
         raise EverfedError("present: with start and join at 0 nobody is ever there")
     return made
