@@ -20,7 +20,7 @@ from torch import Tensor
 from everfed import curvature
 from everfed.chance import rng, torch_seed
 from everfed.compute import Compute, Objective, sequence
-from everfed.compute.base import LossFunction, cross_entropy
+from everfed.compute.base import LossFunction, Seen, cross_entropy
 from everfed.data.table import Beside, Data
 from everfed.errors import EverfedError
 from everfed.local import Affine, Local, Optimiser, Plan, batches
@@ -114,11 +114,12 @@ class Phase(Context):
         self.seed: int = p.seed
         self.start, self.lr = self.ask.start, self.ask.lr
         self.round, self.task = self.ask.round, self.ask.task
-        self.known = p.stream.known(self.task)
+        self.known, self.seen = p.stream.known(self.task), p.stream.known(self.task + 1)
         self.n_all = torch.tensor([[float(len(job.ids))] for job in self.jobs]).to(self.start)
         self.weight_all = torch.ones_like(self.n_all) if p.uniform else self.n_all
         self.steps_all = torch.zeros_like(self.n_all)
         self.ends_all = torch.zeros(0, rows, dtype=torch.bool)
+        self.batch = (self.n_all[:0],) * 3
         self.scratches = [{} for _ in p.method.parts]
         parts = range(len(p.method.parts))
         self.groups = [Rows([job.mine[i] for job in self.jobs], rows) for i in parts]
@@ -251,6 +252,9 @@ class Phase(Context):
             )
         z = self.program.compute.logits(w, x.flatten(0, 1))
         return z.view(*x.shape[:2], *z.shape[1:])
+
+    def forward(self, w: Tensor, x: Tensor, train: bool, buffers: Tensor | None = None) -> Seen:
+        return self.program.compute.forward(w, x, train, buffers)
 
     def outputs(self, w: Tensor, ids: np.ndarray) -> Tensor:
         x, _ = self.program.data.take(torch.from_numpy(ids), w.dtype)
@@ -482,7 +486,7 @@ class ClientProgram:
             if len(x) != len(rows):
                 rows = w[: len(x)]
                 phase.first(len(x))
-            phase.step = k
+            phase.step, phase.batch = k, (x, y, scale)
             if rate is not None:
                 loss = self.compute.descend(rows, x, y, scale, objective, rate)
                 if bend is not None:

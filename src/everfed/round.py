@@ -11,19 +11,22 @@ import torch
 from torch import Tensor
 
 from everfed.chance import rng, torch_seed
-from everfed.client import Ask, Exchange
+from everfed.client import Ask, ClientProgram, Exchange
 from everfed.engines.local import Answer, ClientStates
 from everfed.errors import EverfedError
 from everfed.ledger import Ledger
 from everfed.local import Local
 from everfed.method import Method, Reduced, State
 from everfed.reduce import cohort_spread
+from everfed.server import AtServer
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 
 
 class Engine(Protocol):
     """Where clients are asked."""
+
+    program: ClientProgram  #: what they do
 
     def ask(
         self,
@@ -172,11 +175,14 @@ class Rounds:
     def end_task(self, fed: Federation) -> Events:
         """The boundary after a task's last round (which is `fed.round` - 1), in place."""
         events = Events()
-        empty = Reduced({}, fed.w, 0, 0.0, self.stream.clients, fed.round - 1, self._task(fed))
+        ended = replace(fed, round=fed.round - 1)
+        empty = Reduced(
+            {}, fed.w, 0, 0.0, self.stream.clients, ended.round, self.stream.task(ended.round),
+            server=self._server(ended),
+        )  # fmt: skip
         reduced = [empty] * len(self.method.parts)
         cohort, _ = self.draw(fed.round - 1, None) if self.method.using("close") else ([], 0)
         if cohort:
-            ended = replace(fed, round=fed.round - 1)
             down: list[State] = [{} for _ in self.method.parts]
             answer = self._ask("close", ended, fed.w, down, cohort, events)
             fed.asked = ended.asked
@@ -189,8 +195,8 @@ class Rounds:
         fed.informed = set()
         return events
 
-    def _task(self, fed: Federation) -> int:
-        return self.stream.task(max(0, fed.round - 1))
+    def _server(self, fed: Federation) -> AtServer:
+        return AtServer(self.engine.program, fed.buffers, fed.round)
 
     def _send(self, fed: Federation) -> tuple[Tensor, list[State]]:
         start, down = fed.w, []
@@ -278,6 +284,7 @@ class Rounds:
     def _reduced(self, fed: Federation, answer: Answer, values: State) -> list[Reduced]:
         """What each part sees of the cohort's replies."""
         reducer, spread = answer.reducer, cohort_spread(values, answer.reducer.n)
+        server = self._server(fed)
         out = []
         for i in range(len(self.method.parts)):
             own = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{i}.")}
@@ -295,6 +302,7 @@ class Rounds:
                     tuple(sorted(answer.mine)),
                     self.ledger.begun - fed.asked,
                     self.ledger.again,
+                    server,
                 )
             )
         return out
