@@ -4,7 +4,7 @@ Class Incremental Learning for Vision Tasks, 2023.
 At a task's end the server trains a generator G against the global model, with outputs u and without
 any data. On batches x = G(noise), p the mean over the batch of softmax(u), C the classes seen:
 
-    CE(u / 1000, argmax u) + div (1 + sum_c p_c log p_c / log C)
+    CE(u / soften, argmax u) + div (1 + sum_c p_c log p_c / log C)
     + bn mean_layers KL(N(running mean, variance) || N(the batch's)) + prior |x - smoothed x|^2
 
 Generator and model are sent. Clients add `size` inputs of the generator to every batch, labelled by
@@ -80,6 +80,7 @@ class DataFree(Part):
     size: PositiveInt = 128
     iterations: PositiveInt = 100
     rate: PositiveFloat = 1e-3
+    soften: PositiveFloat = 1000.0
     div: NonNegativeFloat = 1.0
     bn: NonNegativeFloat = 50.0
     prior: NonNegativeFloat = 1e-3
@@ -139,7 +140,7 @@ class DataFree(Part):
             x = make(theta, noise(random, self.size, self.latent, w))
             seen = server.forward(w, x, train=False)
             u = seen.z[:, server.seen]
-            loss = F.cross_entropy(u / 1000, u.argmax(1))
+            loss = F.cross_entropy(u / self.soften, u.argmax(1))
             loss = loss + self.div * imbalance(u.softmax(1).mean(0)) + self.bn * divergence(seen)
             loss = loss + self.prior * (x - smoothed(x)).square().flatten(1).sum(1).mean()
             descent.zero_grad()
@@ -155,6 +156,7 @@ def mfcl(
     size: PositiveInt = 128,
     iterations: PositiveInt = 100,
     rate: PositiveFloat = 1e-3,
+    soften: PositiveFloat = 1000.0,
     div: NonNegativeFloat = 1.0,
     bn: NonNegativeFloat = 50.0,
     prior: NonNegativeFloat = 1e-3,
@@ -170,6 +172,7 @@ def mfcl(
         size: generated inputs beside each batch, and in a step of the generator.
         iterations: steps of the generator.
         rate: its learning rate.
+        soften: how much the outputs are softened in its loss on its own labels.
         div: weight of the classes' imbalance among what is generated.
         bn: weight of the distance to the running statistics of BatchNorm layers.
         prior: weight of what a blur takes from the images.
@@ -177,5 +180,5 @@ def mfcl(
         width: channels of the generator.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
-    part = DataFree(ft, kd, size, iterations, rate, div, bn, prior, latent, width)
+    part = DataFree(ft, kd, size, iterations, rate, soften, div, bn, prior, latent, width)
     return Method(part, average=average, name="mfcl")
