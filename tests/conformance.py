@@ -79,6 +79,7 @@ ROWS = {
     "cfl_generative": Row(methods.cfl_generative, {"count": 5, "steps": 3, "budget": 8}),
     "target": Row(methods.target, MADE, off={"kd": 0.0}),
     "mfcl": Row(methods.mfcl, FREE, off={"ft": 0.0, "kd": 0.0}),
+    "pfeddil": Row(methods.pfeddil, {"steps": 5}, off={"threshold": 0.0, "kappa": 0.0}),
     "cfl_regularization": Row(methods.cfl_regularization, TAYLOR, reference.cfl_reg,
                               {"curvature": "fisher", "beta": 0.3, "buffer": 5},
                               off={"layers": {"": 0.0}}),

@@ -300,6 +300,7 @@ class ClientProgram:
         self.hooks = {
             hook: self.method.using(hook)
             for hook in (
+                "begin",
                 "data",
                 "generated",
                 "replay",
@@ -453,8 +454,11 @@ class ClientProgram:
         phase.ends_all = _epoch_ends(plans)
         phase.pieces, phase.picks = [p.pieces for p in plans], [p.picks for p in plans]
         w = self.compute.space(len(jobs))
-        w.copy_(ask.start)
         self.compute.load_buffers(ask.buffers)
+        begun = ask.start
+        for i in self.hooks["begin"]:
+            begun = self._hook("begin", i, phase)()
+        w.copy_(begun)
         self.compute.seed(torch_seed(self.seed, "training", ask.round, jobs[0].client))
         losses = self._descend(ask, phase, w, plans)
         phase.first(len(jobs))
@@ -465,7 +469,7 @@ class ClientProgram:
             ids = torch.from_numpy(jobs[0].ids)
             pieces = (ids[slice(*cut)] for cut in _slices([len(ids)]))
             self.compute.renew(w, (self.data.take(own, w.dtype)[0] for own in pieces))
-        return self._finish(ask, phase, w, losses)
+        return self._finish(ask, phase, w, w - begun, losses)
 
     def _descend(self, ask: Ask, phase: Phase, w: Tensor, plans: list[Plan]) -> Tensor:
         """All local steps; the mean loss of each client."""
@@ -561,10 +565,10 @@ class ClientProgram:
                     cut = (slice(active[k]), slice(longest[k]))
                     yield begin + k, xs[cut], ys[cut], scales[cut]
 
-    def _finish(self, ask: Ask, phase: Phase, w: Tensor, losses: Tensor) -> Reply:
+    def _finish(self, ask: Ask, phase: Phase, w: Tensor, update: Tensor, losses: Tensor) -> Reply:
         jobs = phase.jobs
         mine = [list(job.mine) for job in jobs]
-        update, uploads = w - ask.start, {}
+        uploads: Uploads = {}
         uploads["buffers"] = self.compute.read_buffers().expand(len(jobs), -1)
         for i in self.hooks["finish"]:
             update, own, state = self._hook("finish", i, phase)(update, w)

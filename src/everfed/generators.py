@@ -121,6 +121,16 @@ def smoothed(x: Tensor) -> Tensor:
     return F.conv2d(padded, kernel.expand(channels, 1, 5, 5), groups=channels)
 
 
+def spoiled(x: Tensor, random: np.random.Generator) -> Tensor:
+    """Inputs (n, ...) of which every other has its pixels shuffled, and the rest noise added."""
+    flat = x.flatten(1).clone()
+    order = torch.from_numpy(random.random(flat.shape)).argsort(1).to(x.device)
+    noised = flat + torch.from_numpy(random.standard_normal(flat.shape)).to(flat)
+    flat[::2] = flat.gather(1, order)[::2]
+    flat[1::2] = noised[1::2]
+    return flat.view(x.shape)
+
+
 def needed(server: Server | None, who: str) -> Server:
     """The server, if a generator can be trained there; else EverfedError."""
     if server is None or not server.classifies:

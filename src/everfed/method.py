@@ -255,10 +255,10 @@ class Part:
         """The mean update becomes the server's step (w <- w + step) and the next state."""
         return update, s
 
-    def predict(self, s: State, z: Tensor, features: Tensor) -> Tensor:
-        """Scores of classes in tests, where not the outputs: (samples, classes) of both, and the
-        features (samples, width) that the last layer was fed with."""
-        return z
+    def predict(self, s: State, seen: Seen, forward: Callable[[Tensor], Seen]) -> Tensor:
+        """Scores of classes in tests, where not the outputs: those and the features of the server's
+        model, and what gives them of another model w, (d,) -> (samples, classes)."""
+        return seen.z
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         """The server's side of a task boundary; `r` holds what `close` uploaded."""
@@ -285,6 +285,11 @@ class Part:
     def client_init(self, w: Tensor) -> State:
         """A new client's state (w: the model it first receives)."""
         return {}
+
+    def begin(self, c: Context) -> Tensor:
+        """The models that clients train from, where not the one received: (clients, d). Updates
+        are travel from there."""
+        raise NotImplementedError
 
     def data(self, ids: np.ndarray, c: Context) -> np.ndarray:
         """The samples to train on, given the current ones. Client by client."""

@@ -26,6 +26,7 @@ from everfed.methods.lwf import Distil, lwf
 from everfed.methods.mfcl import DataFree, mfcl
 from everfed.methods.mimelite import MimeLite, mimelite
 from everfed.methods.nccl import AdaptiveSteps, nccl
+from everfed.methods.pfeddil import Bank, pfeddil
 from everfed.methods.privacy import Privacy, privacy
 from everfed.methods.refed import Informative, refed, sr_fdil
 from everfed.methods.registry import METHODS, Entry, register
@@ -35,14 +36,14 @@ from everfed.methods.special import Anchor, ClientAnchor, special, special_c
 from everfed.methods.target import Synthesis, target
 
 __all__ = [
-    "METHODS", "AdaptiveSteps", "Anchor", "Bound", "CFlag", "ClientAnchor", "CoreSet", "Curv",
-    "DarkReplay", "DataFree", "Distil", "Elastic", "Entry", "Exemplars", "FedEve", "Generated",
-    "Informative", "Krum", "MimeLite", "NearestMean", "Nova", "Privacy", "Projection", "Prototypes",
-    "Prox", "Rehearsal", "Replay", "Scaffold", "ServerAdaptive", "ServerMomentum", "ServerRate",
-    "Synthesis", "Taylor", "Teacher", "Track", "Trimmed", "TwoTeachers", "agem", "cfl_coreset",
-    "cfl_generative", "cfl_regularization", "cflag", "derpp", "er", "ewc", "fedadagrad", "fedadam",
-    "fedavg", "fedavgm", "fedcurv", "fedeve", "fednova", "fedproto", "fedprox", "fedtrack",
-    "fedyogi", "flwf2t", "icarl", "krum", "lwf", "median", "mfcl", "mimelite", "nccl", "norm_bound",
-    "privacy", "refed", "register", "scaffold", "special", "special_c", "sr_fdil", "target",
-    "trimmed_mean",
+    "METHODS", "AdaptiveSteps", "Anchor", "Bank", "Bound", "CFlag", "ClientAnchor", "CoreSet",
+    "Curv", "DarkReplay", "DataFree", "Distil", "Elastic", "Entry", "Exemplars", "FedEve",
+    "Generated", "Informative", "Krum", "MimeLite", "NearestMean", "Nova", "Privacy", "Projection",
+    "Prototypes", "Prox", "Rehearsal", "Replay", "Scaffold", "ServerAdaptive", "ServerMomentum",
+    "ServerRate", "Synthesis", "Taylor", "Teacher", "Track", "Trimmed", "TwoTeachers", "agem",
+    "cfl_coreset", "cfl_generative", "cfl_regularization", "cflag", "derpp", "er", "ewc",
+    "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedcurv", "fedeve", "fednova", "fedproto",
+    "fedprox", "fedtrack", "fedyogi", "flwf2t", "icarl", "krum", "lwf", "median", "mfcl",
+    "mimelite", "nccl", "norm_bound", "pfeddil", "privacy", "refed", "register", "scaffold",
+    "special", "special_c", "sr_fdil", "target", "trimmed_mean",
 ]  # fmt: skip
