@@ -80,6 +80,7 @@ ROWS = {
     "target": Row(methods.target, MADE, off={"kd": 0.0}),
     "mfcl": Row(methods.mfcl, FREE, off={"ft": 0.0, "kd": 0.0}),
     "pfeddil": Row(methods.pfeddil, {"steps": 5}, off={"threshold": 0.0, "kappa": 0.0}),
+    "fedcil": Row(methods.fedcil, {"iterations": 3, "size": 8, "latent": 12, "width": 2}),
     "cfl_regularization": Row(methods.cfl_regularization, TAYLOR, reference.cfl_reg,
                               {"curvature": "fisher", "beta": 0.3, "buffer": 5},
                               off={"layers": {"": 0.0}}),

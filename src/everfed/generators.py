@@ -75,8 +75,9 @@ class Generator:
 
     def __call__(self, theta: Tensor, noise: Tensor) -> Tensor:
         """Inputs made by the generator theta, with gradients in it and in the noise."""
-        made: Tensor = functional_call(self._empty, self.layout.unflatten(theta), (noise,))
-        return made
+        some = noise if len(noise) > 1 else noise.expand(2, -1)  # one sample has no statistics
+        made: Tensor = functional_call(self._empty, self.layout.unflatten(theta), (some,))
+        return made[: len(noise)]
 
 
 def noise(random: np.random.Generator, n: int, latent: int, like: Tensor) -> Tensor:

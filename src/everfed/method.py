@@ -227,6 +227,10 @@ class Part:
         """The part's first server state."""
         return {}
 
+    def prepare(self, s: State, w: Tensor, server: Server) -> State:
+        """The same, before the first round, where it needs more than the model's vector."""
+        return s
+
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
         """The model clients start from, and extras for them."""
         return w, {}

@@ -121,6 +121,8 @@ class Rounds:
     def play(self, fed: Federation) -> Events:
         """One round, in place. If no client's reply counts, the model stays as it was."""
         events = Events()
+        for i in self.method.using("prepare") if fed.round == 0 else ():
+            fed.parts[i] = self.method.parts[i].prepare(fed.parts[i], fed.w, self._server(fed))
         cohort, short = self.draw(fed.round, self.sample)
         online, events.cohort = len(cohort), cohort
         if short:

@@ -141,7 +141,9 @@ class Compute(ABC):
     def forward(self, w: Tensor, x: Tensor, train: bool, buffers: Tensor | None = None) -> Seen:
         """A batch's way through the model w, (d,), with gradients in both, and with other running
         statistics than the current ones if given. These stay as they are in any case."""
-        self.module.train(train)
+        # as in `grad`, BatchNorm has no statistics of a single sample
+        normed = any(isinstance(child, _BatchNorm) for child in self.module.modules())
+        self.module.train(train and not (normed and len(x) == 1))
         own = {name: b.clone() for name, b in self.module.named_buffers()}
         if buffers is not None:
             own |= self.buffer_layout.unflatten(buffers.clone())

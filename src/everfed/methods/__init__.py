@@ -14,6 +14,7 @@ from everfed.methods.er import Rehearsal, Replay, er
 from everfed.methods.ewc import Elastic, ewc
 from everfed.methods.fedavg import ServerRate, fedavg
 from everfed.methods.fedavgm import ServerMomentum, fedavgm
+from everfed.methods.fedcil import AcGan, fedcil
 from everfed.methods.fedcurv import Curv, fedcurv
 from everfed.methods.fedeve import FedEve, fedeve
 from everfed.methods.fednova import Nova, fednova
@@ -36,14 +37,14 @@ from everfed.methods.special import Anchor, ClientAnchor, special, special_c
 from everfed.methods.target import Synthesis, target
 
 __all__ = [
-    "METHODS", "AdaptiveSteps", "Anchor", "Bank", "Bound", "CFlag", "ClientAnchor", "CoreSet",
-    "Curv", "DarkReplay", "DataFree", "Distil", "Elastic", "Entry", "Exemplars", "FedEve",
-    "Generated", "Informative", "Krum", "MimeLite", "NearestMean", "Nova", "Privacy", "Projection",
-    "Prototypes", "Prox", "Rehearsal", "Replay", "Scaffold", "ServerAdaptive", "ServerMomentum",
-    "ServerRate", "Synthesis", "Taylor", "Teacher", "Track", "Trimmed", "TwoTeachers", "agem",
-    "cfl_coreset", "cfl_generative", "cfl_regularization", "cflag", "derpp", "er", "ewc",
-    "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedcurv", "fedeve", "fednova", "fedproto",
-    "fedprox", "fedtrack", "fedyogi", "flwf2t", "icarl", "krum", "lwf", "median", "mfcl",
-    "mimelite", "nccl", "norm_bound", "pfeddil", "privacy", "refed", "register", "scaffold",
-    "special", "special_c", "sr_fdil", "target", "trimmed_mean",
+    "METHODS", "AcGan", "AdaptiveSteps", "Anchor", "Bank", "Bound", "CFlag", "ClientAnchor",
+    "CoreSet", "Curv", "DarkReplay", "DataFree", "Distil", "Elastic", "Entry", "Exemplars",
+    "FedEve", "Generated", "Informative", "Krum", "MimeLite", "NearestMean", "Nova", "Privacy",
+    "Projection", "Prototypes", "Prox", "Rehearsal", "Replay", "Scaffold", "ServerAdaptive",
+    "ServerMomentum", "ServerRate", "Synthesis", "Taylor", "Teacher", "Track", "Trimmed",
+    "TwoTeachers", "agem", "cfl_coreset", "cfl_generative", "cfl_regularization", "cflag", "derpp",
+    "er", "ewc", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedcil", "fedcurv", "fedeve",
+    "fednova", "fedproto", "fedprox", "fedtrack", "fedyogi", "flwf2t", "icarl", "krum", "lwf",
+    "median", "mfcl", "mimelite", "nccl", "norm_bound", "pfeddil", "privacy", "refed", "register",
+    "scaffold", "special", "special_c", "sr_fdil", "target", "trimmed_mean",
 ]  # fmt: skip
