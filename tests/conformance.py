@@ -30,6 +30,8 @@ class Row:
 ADAPTIVE = {"server_lr": 0.1, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3}
 FLAG = {"alpha": 0.1, "lipschitz": 2.0, "clip": 10.0, "memory": 10**6, "draw": 10**6}
 FLAG_REFERENCE = {"alpha": 0.1, "L": 2.0, "clip": 10.0}
+MADE = {"batches": 2, "size": 16, "steps": 2, "warmup": 1, "student": 2, "latent": 8, "width": 2}
+FREE = {"size": 16, "iterations": 3, "latent": 8, "width": 2}
 TAYLOR = {"layers": {"": 0.3}, "buffer": 5}
 
 ROWS = {
@@ -76,6 +78,10 @@ ROWS = {
     "cfl_coreset": Row(methods.cfl_coreset, {"size": 5}),
     "cfl_coreset herding": Row(methods.cfl_coreset, {"size": 5, "choice": "herding"}),
     "cfl_generative": Row(methods.cfl_generative, {"count": 5, "steps": 3, "budget": 8}),
+    "target": Row(methods.target, MADE, off={"kd": 0.0}),
+    "mfcl": Row(methods.mfcl, FREE, off={"ft": 0.0, "kd": 0.0}),
+    "pfeddil": Row(methods.pfeddil, {"steps": 5}, off={"threshold": 0.0, "kappa": 0.0}),
+    "fedcil": Row(methods.fedcil, {"iterations": 3, "size": 8, "latent": 12, "width": 2}),
     "cfl_regularization": Row(methods.cfl_regularization, TAYLOR, reference.cfl_reg,
                               {"curvature": "fisher", "beta": 0.3, "buffer": 5},
                               off={"layers": {"": 0.0}}),

@@ -103,9 +103,9 @@ def distance(a, b) -> float:
 def test_every_method_is_the_local_engines(place, method, sample):
     changes = [f"method.name={method}"] + ([f"sample={sample}"] if sample else [])
     more = {"cflag": "lipschitz=1.0", "nccl": "lipschitz=1.0", "krum": "bad=0"}
-    more |= {"privacy": "secret=false"}
-    if method in more:
-        changes.append(f"method.{more[method]}")
+    more |= {"privacy": "secret=false", "target": "batches=1 steps=2 size=16 width=2"}
+    more |= {"mfcl": "iterations=2 size=16 width=2", "fedcil": "iterations=2 width=2"}
+    changes += [f"method.{setting}" for setting in more.get(method, "").split()]
     got, records, _ = federated(place, changes)
     expected = local(place, changes)
     assert distance(got, expected.vector.numpy()) < 1e-5

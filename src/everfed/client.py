@@ -20,7 +20,7 @@ from torch import Tensor
 from everfed import curvature
 from everfed.chance import rng, torch_seed
 from everfed.compute import Compute, Objective, sequence
-from everfed.compute.base import LossFunction, cross_entropy
+from everfed.compute.base import LossFunction, Seen, cross_entropy
 from everfed.data.table import Beside, Data
 from everfed.errors import EverfedError
 from everfed.local import Affine, Local, Optimiser, Plan, batches
@@ -117,11 +117,12 @@ class Phase(Context):
         self.seed: int = p.seed
         self.start, self.lr = self.ask.start, self.ask.lr
         self.round, self.task = self.ask.round, self.ask.task
-        self.known = p.stream.known(self.task)
+        self.known, self.seen = p.stream.known(self.task), p.stream.known(self.task + 1)
         self.n_all = torch.tensor([[float(len(job.ids))] for job in self.jobs]).to(self.start)
         self.weight_all = torch.ones_like(self.n_all) if p.uniform else self.n_all
         self.steps_all = torch.zeros_like(self.n_all)
         self.ends_all = torch.zeros(0, rows, dtype=torch.bool)
+        self.batch = (self.n_all[:0],) * 3
         self.scratches = [{} for _ in p.method.parts]
         parts = range(len(p.method.parts))
         self.groups = [Rows([job.mine[i] for job in self.jobs], rows) for i in parts]
@@ -255,6 +256,9 @@ class Phase(Context):
         z = self.program.compute.logits(w, x.flatten(0, 1))
         return z.view(*x.shape[:2], *z.shape[1:])
 
+    def forward(self, w: Tensor, x: Tensor, train: bool, buffers: Tensor | None = None) -> Seen:
+        return self.program.compute.forward(w, x, train, buffers)
+
     def outputs(self, w: Tensor, ids: np.ndarray) -> Tensor:
         x, _ = self.program.data.take(torch.from_numpy(ids), w.dtype)
         return self.program.compute.logits(w, x)
@@ -312,6 +316,7 @@ class ClientProgram:
         self.hooks = {
             hook: self.method.using(hook)
             for hook in (
+                "begin",
                 "data",
                 "generated",
                 "replay",
@@ -478,14 +483,17 @@ class ClientProgram:
         phase.ends_all = _epoch_ends(plans)
         phase.pieces, phase.picks = [p.pieces for p in plans], [p.picks for p in plans]
         self.compute.load_buffers(ask.buffers)
+        begun = ask.start
+        for i in self.hooks["begin"]:
+            begun = self._hook("begin", i, phase)()
         self.compute.seed(torch_seed(self.seed, "training", ask.round, jobs[0].client))
         rows = self._rows(plans)
         if rows is None:
             w = self.compute.space(len(jobs))
-            w.copy_(ask.start)
+            w.copy_(begun)
             losses = self._descend(ask, phase, w, plans)
         else:
-            with self.compute.narrowed(ask.start, rows) as few:
+            with self.compute.narrowed(begun, rows) as few:
                 losses = self._descend(ask, phase, few, plans, rows)
             w = self.compute.space(1)
         phase.first(len(jobs))
@@ -496,13 +504,13 @@ class ClientProgram:
             ids = torch.from_numpy(jobs[0].ids)
             pieces = (ids[slice(*cut)] for cut in _slices([len(ids)]))
             self.compute.renew(w, (self.data.take(own, w.dtype)[0] for own in pieces))
-        return self._finish(ask, phase, w, losses)
+        return self._finish(ask, phase, w, w - begun, losses)
 
     def _rows(self, plans: list[Plan]) -> Tensor | None:
         """The rows of the model's table that the client's samples name, if no step can change any
         other, and leaving those out pays."""
         slot = self.compute.table
-        bends = ("affine", "grad", "after", "loss", "feature_loss", "weigh")
+        bends = ("begin", "affine", "grad", "after", "loss", "feature_loss", "weigh")
         if slot is None or self.local.weight_decay or any(self.hooks[hook] for hook in bends):
             return None
         assert len(plans) == 1  # modules are trained one client at a time
@@ -538,7 +546,7 @@ class ClientProgram:
             if len(x) != len(own):
                 own = w[: len(x)]
                 phase.first(len(x))
-            phase.step = k
+            phase.step, phase.batch = k, (x, y, scale)
             x = x if rows is None else torch.searchsorted(rows, x)
             if rate is not None:
                 loss = self.compute.descend(own, x, y, scale, objective, rate)
@@ -614,10 +622,10 @@ class ClientProgram:
                     cut = (slice(active[k]), slice(longest[k]))
                     yield begin + k, xs[cut], ys[cut], scales[cut]
 
-    def _finish(self, ask: Ask, phase: Phase, w: Tensor, losses: Tensor) -> Reply:
+    def _finish(self, ask: Ask, phase: Phase, w: Tensor, update: Tensor, losses: Tensor) -> Reply:
         jobs = phase.jobs
         mine = [list(job.mine) for job in jobs]
-        update, uploads = w - ask.start, {}
+        uploads: Uploads = {}
         uploads["buffers"] = self.compute.read_buffers().expand(len(jobs), -1)
         for i in self.hooks["finish"]:
             update, own, state = self._hook("finish", i, phase)(update, w)

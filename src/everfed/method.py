@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from torch import Tensor
 
+from everfed.compute.base import Seen
 from everfed.errors import EverfedError
 from everfed.local import Affine, Components, Local
 from everfed.vector import Layout
@@ -60,6 +61,9 @@ class Context(Protocol):
     picks: list[list[int]]
     layout: Layout  #: which slice of the vector each parameter is
     known: Tensor | None  #: classes of earlier tasks (bool, (classes,)); None: all of them
+    seen: Tensor | None  #: those of this task as well
+    #: the step's inputs (clients, batch, ...), labels, and weights of samples, 0 for padding
+    batch: tuple[Tensor, Tensor, Tensor]
 
     def gradient(
         self,
@@ -90,6 +94,11 @@ class Context(Protocol):
     def logits(self, w: Tensor, x: Tensor) -> Tensor:
         """Outputs of another model w, (d,), or of one for each client, (clients, d), on a batch;
         no gradient, evaluation mode."""
+        ...
+
+    def forward(self, w: Tensor, x: Tensor, train: bool, buffers: Tensor | None = None) -> Seen:
+        """A batch's way through the model w, (d,), with gradients in both, and with other running
+        statistics than the current ones if given. These stay as they are in any case."""
         ...
 
     def outputs(self, w: Tensor, ids: np.ndarray) -> Tensor:
@@ -138,6 +147,26 @@ class Recall(Protocol):
         ...
 
 
+class Server(Protocol):
+    """What the server has to work with between rounds: the model as a function, and no data."""
+
+    seed: int  #: the run's; for `everfed.chance.rng`
+    round: int  #: from 0
+    shape: tuple[int, ...]  #: of one input
+    classifies: bool  #: whether inputs are floats or bytes, with one class a sample
+    seen: Tensor  #: the classes of this task and of earlier ones, (classes,) whole numbers
+    buffers: Tensor  #: the model's running statistics
+    layout: Layout  #: which slice of the vector each parameter is
+
+    def forward(self, w: Tensor, x: Tensor, train: bool) -> Seen:
+        """A batch's way through the model w, (d,), with gradients in both."""
+        ...
+
+    def fresh(self) -> Tensor:
+        """First weights of the model, drawn anew, (d,)."""
+        ...
+
+
 @dataclass(frozen=True)
 class Reduced:
     """The cohort's uploads, reduced; `r["key"]` is the part's own upload of that name."""
@@ -155,6 +184,7 @@ class Reduced:
     clients: tuple[int, ...] = ()  #: whose replies count, in the order of stacked uploads
     repeated: int = 0  #: exchanges of the run that a crash had repeated
     again: int = 0  #: times that some of an exchange's clients were asked once more
+    server: Server | None = None  #: for parts that train at the server
 
     def __getitem__(self, key: str) -> Tensor:
         return self.values[key]
@@ -203,6 +233,10 @@ class Part:
         """The part's first server state."""
         return {}
 
+    def prepare(self, s: State, w: Tensor, server: Server) -> State:
+        """The same, before the first round, where it needs more than the model's vector."""
+        return s
+
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
         """The model clients start from, and extras for them."""
         return w, {}
@@ -231,10 +265,10 @@ class Part:
         """The mean update becomes the server's step (w <- w + step) and the next state."""
         return update, s
 
-    def predict(self, s: State, z: Tensor, features: Tensor) -> Tensor:
-        """Scores of classes in tests, where not the outputs: (samples, classes) of both, and the
-        features (samples, width) that the last layer was fed with."""
-        return z
+    def predict(self, s: State, seen: Seen, forward: Callable[[Tensor], Seen]) -> Tensor:
+        """Scores of classes in tests, where not the outputs: those and the features of the server's
+        model, and what gives them of another model w, (d,) -> (samples, classes)."""
+        return seen.z
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         """The server's side of a task boundary; `r` holds what `close` uploaded."""
@@ -261,6 +295,11 @@ class Part:
     def client_init(self, w: Tensor) -> State:
         """A new client's state (w: the model it first receives)."""
         return {}
+
+    def begin(self, c: Context) -> Tensor:
+        """The models that clients train from, where not the one received: (clients, d). Updates
+        are travel from there."""
+        raise NotImplementedError
 
     def data(self, ids: np.ndarray, c: Context) -> np.ndarray:
         """The samples to train on, given the current ones. Client by client."""

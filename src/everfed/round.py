@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everfed.boundaries import Boundaries
 from everfed.chance import rng, torch_seed
-from everfed.client import Ask, Exchange
+from everfed.client import Ask, ClientProgram, Exchange
 from everfed.engines.local import Answer, ClientStates
 from everfed.errors import EverfedError
 from everfed.late import Late, count, held
@@ -21,12 +21,15 @@ from everfed.local import Local
 from everfed.memory import held_bytes
 from everfed.method import Method, Reduced, State
 from everfed.reduce import cohort_spread, reducer
+from everfed.server import AtServer
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 
 
 class Engine(Protocol):
     """Where clients are asked."""
+
+    program: ClientProgram  #: what they do
 
     def ask(
         self,
@@ -129,6 +132,8 @@ class Rounds:
     def play(self, fed: Federation) -> Events:
         """One round, in place. If no client's reply counts, the model stays as it was."""
         events = Events()
+        for i in self.method.using("prepare") if fed.round == 0 else ():
+            fed.parts[i] = self.method.parts[i].prepare(fed.parts[i], fed.w, self._server(fed))
         cohort, short = self.draw(fed.round, self.sample, [int(r["at"][0]) for r in fed.late])
         online, events.cohort = len(cohort), cohort
         if short:
@@ -227,19 +232,21 @@ class Rounds:
     def end_task(self, fed: Federation) -> Events:
         """The boundary after a task's last round (which is `fed.round` - 1), in place."""
         events = Events()
-        ended, task = fed.round - 1, self._task(fed, max(0, fed.round - 1))
-        empty = Reduced({}, fed.w, 0, 0.0, self.stream.clients, ended, task)
+        ended = replace(fed, round=fed.round - 1)
+        empty = Reduced(
+            {}, fed.w, 0, 0.0, self.stream.clients, ended.round, self._task(ended),
+            server=self._server(ended),
+        )  # fmt: skip
         reduced = [empty] * len(self.method.parts)
-        cohort, _ = self.draw(ended, None) if self.method.using("close") else ([], 0)
+        cohort, _ = self.draw(ended.round, None) if self.method.using("close") else ([], 0)
         if cohort:
-            before = replace(fed, round=ended)
             down: list[State] = [{} for _ in self.method.parts]
-            answer = self._ask("close", before, fed.w, down, cohort, events)
-            fed.asked = before.asked
+            answer = self._ask("close", ended, fed.w, down, cohort, events)
+            fed.asked = ended.asked
             events.values["mb_down"] = _megabytes([{"w": fed.w}]) * len(cohort)
             self._keep(fed, answer, events)
             if answer.reducer.n >= self.method.least:
-                reduced = self._reduced(before, answer, self._values(before, answer, "close"))
+                reduced = self._reduced(ended, answer, self._values(ended, answer, "close"))
         for i, part in enumerate(self.method.parts):
             fed.parts[i] = part.task_end(fed.parts[i], fed.w, reduced[i])
         fed.informed = set()
@@ -258,11 +265,11 @@ class Rounds:
             fed.found.append(fed.round)
             events.values["found_task"] = len(fed.found) + 1
 
-    def _task(self, fed: Federation, round_: int) -> int:
-        """The task of a round as the method knows it."""
+    def _task(self, fed: Federation) -> int:
+        """The task of the next round as the method knows it."""
         if self.boundaries.detect:
-            return sum(begun <= round_ for begun in fed.found)
-        return self.stream.task(round_)
+            return sum(begun <= fed.round for begun in fed.found)
+        return self.stream.task(fed.round)
 
     def _schedule(self, fed: Federation) -> tuple[int, int]:
         """Where the schedule of learning rates is, and its length."""
@@ -273,6 +280,9 @@ class Rounds:
             begun = fed.found[-1] if fed.found else 0
             return at - begun, stream.rounds - begun
         return stream.round_in_task(at), stream.length(stream.task(at))
+
+    def _server(self, fed: Federation) -> AtServer:
+        return AtServer(self.engine.program, fed.buffers, fed.round)
 
     def _send(self, fed: Federation) -> tuple[Tensor, list[State]]:
         start, down = fed.w, []
@@ -290,7 +300,7 @@ class Rounds:
         cohort: list[int],
         events: Events,
     ) -> Answer:
-        task, rate = self._task(fed, fed.round), self.local.rate(*self._schedule(fed))
+        task, rate = self._task(fed), self.local.rate(*self._schedule(fed))
         ask = Ask(exchange, fed.round, task, rate, start, fed.buffers, down)
         self.ledger.begin()
         fed.asked += 1
@@ -363,6 +373,7 @@ class Rounds:
     def _reduced(self, fed: Federation, answer: Answer, values: State) -> list[Reduced]:
         """What each part sees of the cohort's replies."""
         reducer, spread = answer.reducer, cohort_spread(values, answer.reducer.n)
+        server = self._server(fed)
         out = []
         for i in range(len(self.method.parts)):
             own = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{i}.")}
@@ -374,12 +385,13 @@ class Rounds:
                     reducer.weight,
                     self.stream.clients,
                     fed.round,
-                    self._task(fed, fed.round),
+                    self._task(fed),
                     spread,
                     self.method.needs.exchanges,
                     tuple(sorted(answer.mine)),
                     self.ledger.begun - fed.asked,
                     self.ledger.again,
+                    server,
                 )
             )
         return out

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed.errors import EverfedError
 from everfed.vector import Layout, Slot, load
@@ -51,6 +53,35 @@ class Objective:
         per_sample = self.loss(outputs.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
         per_sample = per_sample if self.weight == 1 else self.weight * per_sample
         return per_sample if self.extra is None else per_sample + self.extra(z, x, y)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A batch that went through a module."""
+
+    z: Tensor  #: the outputs, (batch, ...)
+    features: Tensor  #: what the last layer with weights was fed with, (batch, width)
+    #: of every BatchNorm layer: what it was fed with, its running mean and its running variance
+    normed: list[tuple[Tensor, Tensor, Tensor]]
+
+
+def observe(module: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor]) -> Seen:
+    """Run a module's forward pass on a batch and look at what its layers are fed with."""
+    fed, normed = [x], []
+
+    def see(child: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if not isinstance(child, _BatchNorm):
+            fed.append(inputs[0])
+        elif child.running_mean is not None and child.running_var is not None:
+            normed.append((inputs[0], child.running_mean, child.running_var))
+
+    with ExitStack() as hooks:
+        for child in module.modules():
+            weights = any(p.dim() > 1 for p in child.parameters(recurse=False))
+            if weights or isinstance(child, _BatchNorm):
+                hooks.callback(child.register_forward_pre_hook(see).remove)
+        z = forward(x)
+    return Seen(z, fed[-1].flatten(1), normed)
 
 
 class Compute(ABC):
@@ -117,6 +148,18 @@ class Compute(ABC):
         `space(1)`."""
         raise NotImplementedError
         yield
+
+    def forward(self, w: Tensor, x: Tensor, train: bool, buffers: Tensor | None = None) -> Seen:
+        """A batch's way through the model w, (d,), with gradients in both, and with other running
+        statistics than the current ones if given. These stay as they are in any case."""
+        # as in `grad`, BatchNorm has no statistics of a single sample
+        normed = any(isinstance(child, _BatchNorm) for child in self.module.modules())
+        self.module.train(train and not (normed and len(x) == 1))
+        own = {name: b.clone() for name, b in self.module.named_buffers()}
+        if buffers is not None:
+            own |= self.buffer_layout.unflatten(buffers.clone())
+        own |= self.layout.unflatten(w)
+        return observe(self.module, x, lambda x: functional_call(self.module, own, (x,)))
 
     @abstractmethod
     def space(self, clients: int) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from everfed.compute.base import Compute, Objective
+from everfed.compute.base import Compute, Objective, observe
 from everfed.curvature import ROOM, sample_gradients
 from everfed.vector import Layout, bind
 
@@ -100,10 +100,11 @@ class ModuleCompute(Compute):
         self.module.train(not (self.norms and x.shape[1] == 1))
         with self._at(w):
             self.g.zero_()
-            z, features = self._seen(x[0]) if objective.features else (self._forward(x[0]), None)
+            seen = observe(self.module, x[0], self._forward) if objective.features else None
+            z = seen.z if seen else self._forward(x[0])
             loss = (objective(z.unsqueeze(0), x, y) * scale).sum()
-            if objective.features is not None and features is not None:
-                loss = loss + (objective.features(features.unsqueeze(0), y) * scale).sum()
+            if objective.features is not None and seen is not None:
+                loss = loss + (objective.features(seen.features.unsqueeze(0), y) * scale).sum()
             loss.backward()  # type: ignore[no-untyped-call]
         return self.g.unsqueeze(0), loss.detach().reshape(1)
 
@@ -130,18 +131,4 @@ class ModuleCompute(Compute):
     def features(self, w: Tensor, x: Tensor) -> Tensor:
         self.module.eval()
         with torch.no_grad(), self._at(w):
-            return self._seen(x)[1]
-
-    def _seen(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and features of a batch."""
-        seen: list[Tensor] = []
-
-        def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            seen.append(inputs[0])
-
-        with ExitStack() as hooks:
-            for module in self.module.modules():  # the last to run of those with weights
-                if any(p.dim() > 1 for p in module.parameters(recurse=False)):
-                    hooks.callback(module.register_forward_pre_hook(see).remove)
-            z = self._forward(x)
-        return z, (seen[-1] if seen else x).flatten(1)
+            return observe(self.module, x, self._forward).features

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from everfed import metrics
 from everfed.client import Ask, ClientProgram, Job
+from everfed.compute.base import Seen
 from everfed.engines import pool
-from everfed.method import State
+from everfed.method import Part, State
 from everfed.reduce import Reducer, reducer
 
 #: seconds of estimated work in a round from which forked workers pay
@@ -189,12 +190,19 @@ class LocalEngine:
                     out[row, 0] = torch.nan  # not a choice among classes
                     continue
                 for i, state in states.items():
-                    z = p.method.parts[i].predict(state, z, p.compute.features(w, x))
+                    z = self._predicted(p.method.parts[i], state, w, x)
                 mask = p.stream.mask(y, task)
                 z = z if mask is None else z.masked_fill(~mask, -torch.inf)
                 right = z.argmax(-1) == y
                 out[row, 0] += right.view(len(y), -1).double().mean(1).sum().cpu()
         return out, scores
+
+    @torch.no_grad()
+    def _predicted(self, part: Part, state: State, w: Tensor, x: Tensor) -> Tensor:
+        def forward(v: Tensor) -> Seen:
+            return self.program.compute.forward(v, x, train=False)
+
+        return part.predict(state, forward(w), forward)
 
 
 def workers_for(program: ClientProgram, cohort: int) -> int:

@@ -20,7 +20,7 @@ from everfed.engines.site import Answered
 from everfed.errors import EverfedError
 from everfed.method import State
 
-#: numbers that an upload of unknown length may have, unless the model has more
+#: numbers that an upload of unknown length may have, unless the model or what was sent has more
 SMALL = 1024
 
 
@@ -113,7 +113,8 @@ def open_reply(content: RecordDict, ask: Ask, shapes: Mapping[str, int], known: 
     needed = {"update", "buffers"} if ask.exchange == "train" else set()
     if not needed <= set(arrays) <= known:
         raise ValueError(f"uploads {', '.join(sorted(arrays)) or 'nothing'}")
-    limit = max(SMALL, *shapes.values())
+    sent = (value.numel() for own in ask.down for value in own.values())
+    limit = max(SMALL, *shapes.values(), *sent)
     dtype = str(ask.start.numpy().dtype)
     for key, array in arrays.items():
         size = math.prod(array.shape)

@@ -14,6 +14,7 @@ from everfed.methods.er import Rehearsal, Replay, er
 from everfed.methods.ewc import Elastic, ewc
 from everfed.methods.fedavg import ServerRate, fedavg
 from everfed.methods.fedavgm import ServerMomentum, fedavgm
+from everfed.methods.fedcil import AcGan, fedcil
 from everfed.methods.fedcurv import Curv, fedcurv
 from everfed.methods.fedeve import FedEve, fedeve
 from everfed.methods.fednova import Nova, fednova
@@ -23,24 +24,27 @@ from everfed.methods.fedprox import Prox, fedprox
 from everfed.methods.flwf2t import TwoTeachers, flwf2t
 from everfed.methods.icarl import Exemplars, NearestMean, Teacher, icarl
 from everfed.methods.lwf import Distil, lwf
+from everfed.methods.mfcl import DataFree, mfcl
 from everfed.methods.mimelite import MimeLite, mimelite
 from everfed.methods.nccl import AdaptiveSteps, nccl
+from everfed.methods.pfeddil import Bank, pfeddil
 from everfed.methods.privacy import Privacy, privacy
 from everfed.methods.refed import Informative, refed, sr_fdil
 from everfed.methods.registry import METHODS, Entry, register
 from everfed.methods.robust import Bound, Krum, Trimmed, krum, median, norm_bound, trimmed_mean
 from everfed.methods.scaffold import Scaffold, scaffold
 from everfed.methods.special import Anchor, ClientAnchor, special, special_c
+from everfed.methods.target import Synthesis, target
 
 __all__ = [
-    "METHODS", "AdaptiveSteps", "Anchor", "Bound", "CFlag", "ClientAnchor", "CoreSet", "Curv",
-    "DarkReplay", "Distil", "Elastic", "Entry", "Exemplars", "FedEve", "Generated",
-    "Informative", "Krum", "MimeLite", "NearestMean", "Nova", "Privacy", "Projection",
-    "Prototypes", "Prox", "Rehearsal", "Replay", "Scaffold", "ServerAdaptive", "ServerMomentum",
-    "ServerRate", "Taylor", "Teacher", "Track", "Trimmed", "TwoTeachers", "agem", "cfl_coreset",
-    "cfl_generative", "cfl_regularization", "cflag", "derpp", "er", "ewc", "fedadagrad",
-    "fedadam", "fedavg", "fedavgm", "fedcurv", "fedeve", "fednova", "fedproto", "fedprox",
-    "fedtrack", "fedyogi", "flwf2t", "icarl", "krum", "lwf", "median", "mimelite", "nccl",
-    "norm_bound", "privacy", "refed", "register", "scaffold", "special", "special_c", "sr_fdil",
-    "trimmed_mean",
+    "METHODS", "AcGan", "AdaptiveSteps", "Anchor", "Bank", "Bound", "CFlag", "ClientAnchor",
+    "CoreSet", "Curv", "DarkReplay", "DataFree", "Distil", "Elastic", "Entry", "Exemplars",
+    "FedEve", "Generated", "Informative", "Krum", "MimeLite", "NearestMean", "Nova", "Privacy",
+    "Projection", "Prototypes", "Prox", "Rehearsal", "Replay", "Scaffold", "ServerAdaptive",
+    "ServerMomentum", "ServerRate", "Synthesis", "Taylor", "Teacher", "Track", "Trimmed",
+    "TwoTeachers", "agem", "cfl_coreset", "cfl_generative", "cfl_regularization", "cflag", "derpp",
+    "er", "ewc", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedcil", "fedcurv", "fedeve",
+    "fednova", "fedproto", "fedprox", "fedtrack", "fedyogi", "flwf2t", "icarl", "krum", "lwf",
+    "median", "mfcl", "mimelite", "nccl", "norm_bound", "pfeddil", "privacy", "refed", "register",
+    "scaffold", "special", "special_c", "sr_fdil", "target", "trimmed_mean",
 ]  # fmt: skip

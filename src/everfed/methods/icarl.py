@@ -15,6 +15,7 @@ labels stay and inputs change, a class of each data set has its own exemplars.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from everfed import memory
+from everfed.compute.base import Seen
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.lwf import Distil
 from everfed.methods.registry import register
@@ -83,8 +85,8 @@ class NearestMean(Exemplars):
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         return update, renewed(s, r["sums"], r["counts"])
 
-    def predict(self, s: State, z: Tensor, features: Tensor) -> Tensor:
-        return nearest(features, s["means"], s["seen"]) if s else z
+    def predict(self, s: State, seen: Seen, forward: Callable[[Tensor], Seen]) -> Tensor:
+        return nearest(seen.features, s["means"], s["seen"]) if s else seen.z
 
 
 @register("Rebuffi et al. 2017")

@@ -31,6 +31,12 @@ def need_classes(y: Tensor, who: str) -> None:
         raise EverfedError(f"{who} needs one class a sample")
 
 
+def known(z: Tensor, c: Context) -> Tensor:
+    """The outputs of classes of earlier tasks, (..., classes) -> (..., known); of all, where the
+    label set stays the same."""
+    return z if c.known is None else z[..., c.known]
+
+
 @dataclass(frozen=True)
 class Distil(Part):
     """Distillation from the previous task's model on current inputs."""
@@ -51,9 +57,7 @@ class Distil(Part):
             return z.new_zeros(y.shape[:2])
         need_classes(y, "distillation")
         teacher = c.logits(c.down["teacher"], x)
-        if c.known is not None:
-            z, teacher = z[..., c.known], teacher[..., c.known]
-        return self.lam * distillation(z, teacher, self.temperature)
+        return self.lam * distillation(known(z, c), known(teacher, c), self.temperature)
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         return {"teacher": w}

@@ -1,0 +1,184 @@
+"""MFCL. Babakniya et al., A Data-Free Approach to Mitigate Catastrophic Forgetting in Federated
+Class Incremental Learning for Vision Tasks, 2023.
+
+At a task's end the server trains a generator G against the global model, with outputs u and without
+any data. On batches x = G(noise), p the mean over the batch of softmax(u), C the classes seen:
+
+    CE(u / soften, argmax u) + div (1 + sum_c p_c log p_c / log C)
+    + bn mean_layers KL(N(running mean, variance) || N(the batch's)) + prior |x - smoothed x|^2
+
+Generator and model are sent. Clients add `size` inputs of the generator to every batch, labelled by
+the teacher, and descend, with phi the features and h the head (the last layer),
+
+    CE(new classes; real inputs) + ft CE(h(phi), y) + kd |h_old(phi) - h_old(phi_old)|^2 / C_old
+
+where the second term moves the head alone, and the third, with the teacher's head, all but the
+head. In a vector these are gradients whose other coordinates are left out. ft = kd = 0 is FedAvg
+with the first term.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+from torch.nn import functional as F
+
+from everfed.chance import rng, torch_seed
+from everfed.compute.base import Seen
+from everfed.generators import (
+    Generator,
+    adam,
+    among,
+    check_inputs,
+    needed,
+    noise,
+    smoothed,
+    statistics,
+)
+from everfed.method import Average, Context, Method, Part, Reduced, Server, State
+from everfed.methods.lwf import known, need_classes
+from everfed.methods.registry import register
+from everfed.vector import Layout
+
+
+def imbalance(p: Tensor) -> Tensor:
+    """1 + sum_c p_c log p_c / log C: 0 for equal shares p, (C,), and 1 for a single class."""
+    return 1 + torch.xlogy(p, p).sum() / math.log(len(p))
+
+
+def divergence(seen: Seen) -> Tensor:
+    """The mean over BatchNorm layers and channels of KL(N(running) || N(batch))."""
+    gaps = [normal_kl(rm, rv, m, v).mean() for m, v, rm, rv in statistics(seen)]
+    return torch.stack(gaps).mean() if gaps else seen.z.new_zeros(())
+
+
+def normal_kl(m: Tensor, v: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """KL(N(m, v) || N(mean, variance)), element by element."""
+    v, variance = v + 1e-8, variance + 1e-8
+    return 0.5 * ((variance / v).log() + (v + (m - mean).square()) / variance - 1)
+
+
+def in_head(layout: Layout, like: Tensor) -> Tensor:
+    """Which coordinates of the vector are the last layer's, (d,)."""
+    out = torch.zeros(layout.d, dtype=torch.bool, device=like.device)
+    for slot in layout.names(layout.layers()[-1]):
+        out[slot.start : slot.stop] = True
+    return out
+
+
+@dataclass(frozen=True)
+class DataFree(Part):
+    """Replay and distillation with a generator that the server trains from the model alone."""
+
+    once = ("generator", "teacher", "buffers")
+    ft: NonNegativeFloat = 1.0
+    kd: NonNegativeFloat = 0.1
+    size: PositiveInt = 128
+    iterations: PositiveInt = 100
+    rate: PositiveFloat = 1e-3
+    soften: PositiveFloat = 1000.0
+    div: NonNegativeFloat = 1.0
+    bn: NonNegativeFloat = 50.0
+    prior: NonNegativeFloat = 1e-3
+    latent: PositiveInt = 100
+    width: PositiveInt = 32
+
+    @property
+    def new_slice(self) -> bool:
+        return True
+
+    @property
+    def batched(self) -> bool:
+        return False
+
+    def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
+        return w, s
+
+    def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
+        if "generator" not in c.down:
+            return g
+        need_classes(c.batch[1], "mfcl")
+        real, labels = c.batch[0][0], c.batch[1][0]
+        check_inputs(real, "mfcl")
+        head, teacher = in_head(c.layout, w), c.down["teacher"]
+        with torch.no_grad():
+            x = torch.cat([real, self.draw(c, real.shape[1:])])
+            u = c.forward(teacher, x, train=False, buffers=c.down["buffers"]).z
+            y = torch.cat([labels, among(u, c.known)[len(real) :].argmax(1)])
+        with torch.enable_grad():
+            v = w[0].detach().requires_grad_()
+            z = among(c.forward(v, x, train=True).z, c.seen)
+            (tuned,) = torch.autograd.grad(F.cross_entropy(z, y), v)
+            v = torch.where(head, teacher, w[0]).requires_grad_()
+            z = c.forward(v, x, train=True).z
+            (kept,) = torch.autograd.grad(F.mse_loss(known(z, c), known(u, c)), v)
+        return g + self.ft * tuned * head + self.kd * kept * ~head
+
+    def draw(self, c: Context, shape: tuple[int, ...]) -> Tensor:
+        """A batch of the generator, (size, *shape)."""
+        make = Generator(tuple(shape), self.latent, self.width)
+        random = rng(c.seed, "synthetic batch", c.round, c.clients[0], c.step)
+        theta = c.down["generator"]
+        return make(theta, noise(random, self.size, self.latent, theta))
+
+    def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
+        server = needed(r.server, "mfcl")
+        return {"generator": self.train(w, server), "teacher": w, "buffers": server.buffers}
+
+    @torch.enable_grad()
+    def train(self, w: Tensor, server: Server) -> Tensor:
+        """The generator's parameters."""
+        random = rng(server.seed, "synthesis", server.round)
+        make = Generator(server.shape, self.latent, self.width)
+        theta = make.fresh(torch_seed(server.seed, "generator", server.round), w).requires_grad_()
+        descent = adam([{"params": [theta]}], self.rate)
+        for _ in range(self.iterations):
+            x = make(theta, noise(random, self.size, self.latent, w))
+            seen = server.forward(w, x, train=False)
+            u = seen.z[:, server.seen]
+            loss = F.cross_entropy(u / self.soften, u.argmax(1))
+            loss = loss + self.div * imbalance(u.softmax(1).mean(0)) + self.bn * divergence(seen)
+            loss = loss + self.prior * (x - smoothed(x)).square().flatten(1).sum(1).mean()
+            descent.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            descent.step()
+        return theta.detach()
+
+
+@register("Babakniya et al. 2023")
+def mfcl(
+    ft: NonNegativeFloat = 1.0,
+    kd: NonNegativeFloat = 0.1,
+    size: PositiveInt = 128,
+    iterations: PositiveInt = 100,
+    rate: PositiveFloat = 1e-3,
+    soften: PositiveFloat = 1000.0,
+    div: NonNegativeFloat = 1.0,
+    bn: NonNegativeFloat = 50.0,
+    prior: NonNegativeFloat = 1e-3,
+    latent: PositiveInt = 100,
+    width: PositiveInt = 32,
+    average: Average = "samples",
+) -> Method:
+    """The server trains a generator from the model alone; clients replay it and distil.
+
+    Args:
+        ft: weight of the loss among all classes seen, which moves the last layer alone.
+        kd: weight of the distance to the outputs of the previous task's model.
+        size: generated inputs beside each batch, and in a step of the generator.
+        iterations: steps of the generator.
+        rate: its learning rate.
+        soften: how much the outputs are softened in its loss on its own labels.
+        div: weight of the classes' imbalance among what is generated.
+        bn: weight of the distance to the running statistics of BatchNorm layers.
+        prior: weight of what a blur takes from the images.
+        latent: numbers of noise for each input.
+        width: channels of the generator.
+        average: "samples" weighs clients by their samples, "uniform" counts them alike.
+    """
+    part = DataFree(ft, kd, size, iterations, rate, soften, div, bn, prior, latent, width)
+    return Method(part, average=average, name="mfcl")
