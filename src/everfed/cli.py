@@ -539,7 +539,7 @@ def _notes(notes: Iterable[str]) -> None:
 
 
 def _show(paths: list[Path]) -> None:
-    from everfed.metrics import summarise
+    from everfed.metrics import drift, summarise
     from everfed.records import collect
     from everfed.report.figure import comparison
     from everfed.report.page import gather, notes
@@ -550,6 +550,10 @@ def _show(paths: list[Path]) -> None:
     count = max(map(len, summaries.values()))
     title = f"mean ± std over {count} seeds" if count > 1 else None
     out.print(table(summaries, title, narrow=out.width < 146))
+    for method, own in runs.items():
+        seen = drift([record for run in own for record in run.records])
+        if seen:
+            out.print(Text.assemble(("drift: ", "cyan"), f"{method}: {seen}"), soft_wrap=True)
     for line in [*notes(runs), *trouble(summaries)]:
         out.print(Text.assemble(("note: ", "yellow"), line), soft_wrap=True)
     try:

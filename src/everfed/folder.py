@@ -160,6 +160,7 @@ class RunFolder:
                 write(self._client(client, fed.round), pack(tensors, {}))
                 self.versions[client] = fed.round
         tensors = {"w": fed.w, "buffers": fed.buffers} | flat(fed.parts)
+        tensors |= {} if fed.last is None else {"last": fed.last}
         tensors["informed"] = torch.tensor(sorted(fed.informed), dtype=torch.int64)
         full = dict(meta) | {
             "round": fed.round,
@@ -229,6 +230,7 @@ class RunFolder:
         fed = Federation(
             w=tensors.pop("w"),
             buffers=tensors.pop("buffers"),
+            last=tensors.pop("last", None),
             informed=set(tensors.pop("informed").tolist()),
             parts=deep(tensors, meta["parts"]),
             round=meta["round"],

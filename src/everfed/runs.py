@@ -298,6 +298,7 @@ class Session:
             self.rounds.ledger.go_on(fed.asked)
             self.folder.cut_records(found.meta["records"])
             fed.w, fed.buffers = fed.w.to(compute.device), fed.buffers.to(compute.device)
+            fed.last = None if fed.last is None else fed.last.to(compute.device)
             fed.parts = _on_device(fed.parts, fed.w)
             fed.clients = {i: _on_device(own, fed.w) for i, own in fed.clients.items()}
             return fed, self.folder.records()
