@@ -238,6 +238,57 @@ def stream(
     out.print(f"picture: {picture}", markup=False, highlight=False, soft_wrap=True)
 
 
+@app.command()
+def advise(
+    what: Annotated[
+        Path | None,
+        typer.Argument(help="A run's folder, or a TOML file; without one, the default's."),
+    ] = None,
+    changes: Changes = None,
+    rounds: Annotated[int, typer.Option(min=4, help="Of the pilot run.")] = 24,
+    keep: Annotated[bool, typer.Option(help="Whether clients may keep samples.")] = True,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write the configuration.")
+    ] = None,
+) -> None:
+    """Recommend a method by the drift in a run, or in a short pilot run of a configuration."""
+    from everfed import advise as advising
+    from everfed import config as configs
+    from everfed.records import load
+
+    settings: configs.Config | None
+    if what is not None and what.is_dir():
+        if changes:
+            raise EverfedError("--set changes a configuration, and this is a run's folder")
+        run = load(what)
+        kept = run.about.get("config")
+        settings = configs.parse(kept) if kept else None
+        said = f"{run.method}, {run.rounds_done} rounds in {what}"
+    else:
+        settings = configs.read(what, changes or [])
+        made = configs.experiment(settings, "fedavg")
+        with _bars() as bars:
+            run = advising.pilot(made, rounds, _follow(bars, "pilot"))
+        said = f"a pilot of {run.rounds_done} rounds with fedavg"
+    signs = advising.read(run)
+    advice = advising.advise(signs, keep)
+    out.print(f"From {said}:", markup=False, highlight=False, soft_wrap=True)
+    for reason in advice.reasons:
+        out.print(f"  - {reason}", markup=False, highlight=False, soft_wrap=True)
+    if signs.method != "fedavg":
+        _notes([f"the signs are of {signs.method}: FedAvg's are surer, of a pilot's run"])
+    text = advice.toml(settings)
+    out.print(f"Try: {advice}\n", style="bold", markup=False, highlight=False, soft_wrap=True)
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise EverfedError(f"{output} cannot be written: {error.strerror}") from None
+    out.print(f"everfed compare {output}", markup=False, highlight=False, soft_wrap=True)
+
+
 @app.command("list")
 def list_(
     what: Annotated[

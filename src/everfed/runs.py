@@ -202,6 +202,8 @@ def run(
             "torch": torch.__version__,
             "config": config,
             "task_rounds": [stream.length(k) for k in range(len(stream.tasks))],
+            "head": stream.head,
+            "stateless": stream.stateless,
         }
         place, found, notes = _place(folder, resume, what, about)
         if engine is None:
