@@ -61,6 +61,7 @@ ROWS = {
     "fedeve": Row(methods.fedeve, {}, reference.fedeve, {"q_mode": "innovation"}),
     "fedeve update": Row(methods.fedeve, {"q_mode": "update"}, reference.fedeve,
                          {"q_mode": "update"}),
+    "fedeve layer": Row(methods.fedeve, {"gain": "layer"}),
     "ewc": Row(methods.ewc, {"lam": 0.5, "decay": 0.9}, reference.ewc, {"lam": 0.5, "decay": 0.9},
                off={"lam": 0.0}),
     "fedcurv": Row(methods.fedcurv, {"lam": 0.02}, reference.fedcurv, {"lam": 0.02}, off={"lam": 0.0}),

@@ -15,13 +15,15 @@ import reference
 from everfed import memory, methods
 from everfed.curvature import hutchinson
 from everfed.local import Local
+from everfed.method import Reduced
 from everfed.methods.cfl_regularization import Taylor
 from everfed.methods.cflag import Rates
+from everfed.methods.fedeve import FedEve
 from everfed.methods.fednova import Nova
 from everfed.methods.lwf import distillation
 from everfed.methods.special import pull
 from everfed.theory.weights import independent
-from everfed.vector import total_sq
+from everfed.vector import Layout, squares
 from quadratics import Q2, Game, q2
 
 FIRST_ROUNDS = [
@@ -93,11 +95,54 @@ def test_fedeve_gain_and_variance():
     game = Game(
         methods.fedeve(average="uniform"), [Q2], rounds=3, local=Local(lr=0.1, steps=2, batch=8)
     )
-    gains = []
+    gains, predicted = [], []
     for _ in range(3):
         game.play()
         gains.append(game.fed.parts[0]["gain"].item())
+        predicted.append((game.fed.w + game.fed.parts[0]["m"]).item())
     assert gains == pytest.approx([0.629687, 0.460013, 0.384193], abs=1e-6)
+    assert predicted[0] == pytest.approx(1.026389, abs=1e-6)
+    local = Local(lr=0.1, steps=2, batch=8)
+    game = Game(methods.fedeve(q_mode="update", average="uniform"), [Q2], rounds=3, local=local)
+    gains = [game.play() is not None and game.fed.parts[0]["gain"].item() for _ in range(3)]
+    assert gains[1:] == pytest.approx([0.646894, 0.580563], abs=1e-6)
+
+
+def eve(var, m, updates, **settings):
+    """A step of FedEve's server on updates of equal clients, (clients, d)."""
+    u = torch.tensor(updates, dtype=torch.float64)
+    part, d = FedEve(**settings), u.shape[1]
+    s = part.init(torch.zeros(d, dtype=u.dtype), Layout(()))
+    s |= {"var": torch.tensor([var]), "m": torch.tensor(m, dtype=u.dtype)}
+    spread = (u - u.mean(0)).square().mean().view(1)
+    r = Reduced({}, torch.zeros(d), len(u), len(u), 99, 0, 0, spread)
+    return part.fold(s, u.mean(0), r)[1]
+
+
+@pytest.mark.parametrize(
+    ("var", "noise", "gain", "fused", "mean"),
+    [(1, 1, 0.5, 0.5, 1.5), (3, 1, 0.75, 0.75, 1.75), (0.2, 0.8, 0.2, 0.16, 1.2)],
+)
+def test_fedeve_fuses_a_prediction_of_1_with_an_observation_of_2(var, noise, gain, fused, mean):
+    """Ten clients 2 +- sqrt(10 noise): sigma_R^2 is noise, and sigma_Q^2 is (2 - 1)^2 / 10."""
+    away = (10 * noise) ** 0.5
+    s = eve(var - 0.1, [1.0], [[2 + away], [2 - away]] * 5)
+    found = [s["gain"].item(), s["var"].item(), s["m"].item()]
+    assert found == pytest.approx([gain, fused, mean])
+
+
+def test_fedeve_on_two_clients_of_two_parameters():
+    s = eve(0.0, [0.0, 0.0], [[1.0, 0.0], [0.0, 1.0]])
+    assert [s[k].item() for k in ("period", "client", "gain")] == [0.125, 0.125, 0.5]
+    assert s["m"].tolist() == [0.25, 0.25]
+    assert s["var"].item() == 0.0625
+    s = eve(0.0625, [0.25, 0.25], [[1.0, 1.0], [0.0, 1.0]])
+    assert [s[k].item() for k in ("period", "client")] == [0.15625, 0.0625]
+    assert s["gain"].item() == pytest.approx(7 / 9)
+    assert s["m"].tolist() == pytest.approx([0.444444, 0.833333], abs=1e-6)
+    assert s["var"].item() == pytest.approx(0.048611, abs=1e-6)
+    s = eve(0.0625, [0.25, 0.25], [[1.0, 1.0], [0.0, 1.0]], q_mode="update")
+    assert s["period"].item() == 0.3125  # |u|^2 / (S d) = 1.25 / 4
 
 
 def test_fedeve_settles_at_fedavgs_fixed_point():
@@ -149,7 +194,7 @@ def test_special_c():
 def test_squares_of_many_updates_are_summed_carefully():
     """The spread is a small difference of large sums, so they may not be rounded as floats are."""
     v = torch.randn(3, 70_001, generator=torch.Generator().manual_seed(0))
-    assert float(total_sq(v)) == pytest.approx(float(v.double().square().sum()), rel=1e-8)
+    assert squares(v).tolist() == pytest.approx(v.double().square().sum(1).tolist(), rel=1e-8)
 
 
 # CFL ----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from loop import Loop
 from test_flower import CONFIG, local, model
 
 RANGE = 1.0
+METERS = ("drift_period", "drift_client", "signal_to_noise")
 #: a mean of three clients, each rounded to 2 R / 2^22 at random
 STEP = 2 * RANGE / 2**22
 
@@ -49,10 +50,11 @@ def test_the_model_is_the_local_engines_up_to_rounding(place, method):
     expected = local(place, [*changes, "method.average=uniform"])
     # rounding errors of four rounds, carried on by training
     assert np.abs(got - expected.vector.numpy()).max() < 100 * STEP
-    for metric in ("kalman_gain", "clients"):
+    for metric in ("kalman_gain", "clients", *METERS):
         ours = [r["value"] for r in records if r["metric"] == metric]
         theirs = [r["value"] for r in expected.records if r["metric"] == metric]
-        assert ours == pytest.approx(theirs, rel=1e-3)
+        # the spread is a difference of sums, which are rounded
+        assert ours == pytest.approx(theirs, rel=1e-2 if metric in METERS else 1e-3, abs=1e-3)
 
 
 def test_the_server_cannot_read_an_upload(place):

@@ -14,8 +14,9 @@ from everfed.cli import app
 from everfed.data import arrays
 from everfed.theory import nqm, rates
 from everfed.theory.drift import estimate, scattered
-from everfed.theory.measure import _fold, measure
+from everfed.theory.measure import measure
 from everfed.theory.weights import bounded, correlated, independent
+from everfed.vector import folded
 from quadratics import Point, energy
 
 
@@ -294,7 +295,7 @@ def test_products_survive_folding():
     a = torch.from_numpy(random.normal(size=50_000))
     b = 0.5 * a + torch.from_numpy(random.normal(size=50_000))
     lengths = float(a.norm() * b.norm())
-    assert float(_fold(a) @ _fold(b)) == pytest.approx(float(a @ b), abs=4 * 0.016 * lengths)
+    assert float(folded(a) @ folded(b)) == pytest.approx(float(a @ b), abs=4 * 0.016 * lengths)
 
 
 def test_drift_on_the_command_line():

@@ -238,6 +238,57 @@ def stream(
     out.print(f"picture: {picture}", markup=False, highlight=False, soft_wrap=True)
 
 
+@app.command()
+def advise(
+    what: Annotated[
+        Path | None,
+        typer.Argument(help="A run's folder, or a TOML file; without one, the default's."),
+    ] = None,
+    changes: Changes = None,
+    rounds: Annotated[int, typer.Option(min=4, help="Of the pilot run.")] = 24,
+    keep: Annotated[bool, typer.Option(help="Whether clients may keep samples.")] = True,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write the configuration.")
+    ] = None,
+) -> None:
+    """Recommend a method by the drift in a run, or in a short pilot run of a configuration."""
+    from everfed import advise as advising
+    from everfed import config as configs
+    from everfed.records import load
+
+    settings: configs.Config | None
+    if what is not None and what.is_dir():
+        if changes:
+            raise EverfedError("--set changes a configuration, and this is a run's folder")
+        run = load(what)
+        kept = run.about.get("config")
+        settings = configs.parse(kept) if kept else None
+        said = f"{run.method}, {run.rounds_done} rounds in {what}"
+    else:
+        settings = configs.read(what, changes or [])
+        made = configs.experiment(settings, "fedavg")
+        with _bars() as bars:
+            run = advising.pilot(made, rounds, _follow(bars, "pilot"))
+        said = f"a pilot of {run.rounds_done} rounds with fedavg"
+    signs = advising.read(run)
+    advice = advising.advise(signs, keep)
+    out.print(f"From {said}:", markup=False, highlight=False, soft_wrap=True)
+    for reason in advice.reasons:
+        out.print(f"  - {reason}", markup=False, highlight=False, soft_wrap=True)
+    if signs.method != "fedavg":
+        _notes([f"the signs are of {signs.method}: FedAvg's are surer, of a pilot's run"])
+    text = advice.toml(settings)
+    out.print(f"Try: {advice}\n", style="bold", markup=False, highlight=False, soft_wrap=True)
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise EverfedError(f"{output} cannot be written: {error.strerror}") from None
+    out.print(f"everfed compare {output}", markup=False, highlight=False, soft_wrap=True)
+
+
 @app.command("list")
 def list_(
     what: Annotated[
@@ -567,7 +618,7 @@ def _notes(notes: Iterable[str]) -> None:
 
 
 def _show(paths: list[Path]) -> None:
-    from everfed.metrics import summarise
+    from everfed.metrics import drift, summarise
     from everfed.records import collect
     from everfed.report.figure import comparison
     from everfed.report.page import gather, notes
@@ -578,6 +629,10 @@ def _show(paths: list[Path]) -> None:
     count = max(map(len, summaries.values()))
     title = f"mean ± std over {count} seeds" if count > 1 else None
     out.print(table(summaries, title, narrow=out.width < 146))
+    for method, own in runs.items():
+        seen = drift([record for run in own for record in run.records])
+        if seen:
+            out.print(Text.assemble(("drift: ", "cyan"), f"{method}: {seen}"), soft_wrap=True)
     for line in [*notes(runs), *trouble(summaries)]:
         out.print(Text.assemble(("note: ", "yellow"), line), soft_wrap=True)
     try:

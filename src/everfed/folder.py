@@ -160,6 +160,7 @@ class RunFolder:
                 write(self._client(client, fed.round), pack(tensors, {}))
                 self.versions[client] = fed.round
         tensors = {"w": fed.w, "buffers": fed.buffers} | flat([*fed.parts, fed.seen, *fed.late])
+        tensors |= {} if fed.last is None else {"last": fed.last}
         tensors["informed"] = torch.tensor(sorted(fed.informed), dtype=torch.int64)
         full = dict(meta) | {
             "round": fed.round,
@@ -229,7 +230,7 @@ class RunFolder:
         if self.records_path.stat().st_size < meta["records"]:
             raise ValueError("records.jsonl is shorter than it was then")
         w, buffers, informed = (tensors.pop(key) for key in ("w", "buffers", "informed"))
-        k = meta["parts"]
+        last, k = tensors.pop("last", None), meta["parts"]
         states = deep(tensors, k + 1 + meta.get("late", 0))
         fed = Federation(
             w=w,
@@ -239,6 +240,7 @@ class RunFolder:
             seen=states[k],
             late=states[k + 1 :],
             found=meta.get("found", []),
+            last=last,
             round=meta["round"],
             asked=meta.get("asked", 0),
         )

@@ -62,7 +62,7 @@ class Late:
 
 def held(client: int, sent: int, due: int, reply: Reducer) -> State:
     """One client's reply, to be counted in round `due`; the way back is `count`."""
-    rows: Uploads = {key: v for key, v in reply.values().items() if key not in ("plain", "squares")}
+    rows: Uploads = {key: v for key, v in reply.values().items() if key in reply.kinds}
     kept = {key: v if key in reply.stacks else v[None] for key, v in rows.items()}
     at = torch.tensor([client, sent, due])
     return kept | {"at": at, "weight": torch.tensor([reply.weight], dtype=torch.float64)}

@@ -178,7 +178,8 @@ class Reduced:
     population: int  #: clients there are
     round: int  #: from 0
     task: int  #: from 0
-    #: mean over coordinates of the cohort's variance around the (weighted) mean update
+    #: mean over coordinates of the cohort's variance around the (weighted) mean update: (1,), or
+    #: (layers,) where a part is `layered`
     spread: Tensor | None = None
     exchanges: int = 1  #: of which the round was made
     clients: tuple[int, ...] = ()  #: whose replies count, in the order of stacked uploads
@@ -360,6 +361,11 @@ class Part:
         return uploads
 
     # what follows from the above -------------------------------------------------------------
+    @property
+    def layered(self) -> bool:
+        """Whether `fold` reads the spread of each layer."""
+        return False
+
     @property
     def stateful(self) -> bool:
         """Whether a client must remember something from round to round."""

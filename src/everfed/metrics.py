@@ -151,6 +151,50 @@ def rounds_to_best(records: Iterable[Record], metric: str = "accuracy") -> float
 
 
 @dataclass(frozen=True)
+class Drift:
+    """The drift meters of some rounds, as medians; NaN where they were not recorded."""
+
+    period: float  #: how far the mean update turns from round to round: 0 not, 1 a right angle
+    sampling: float  #: the turn that drawing clients at random explains, 1 / signal to noise
+    client: float  #: share of the clients' updates that cancels in their mean
+    signal: float  #: signal to noise of the mean update
+    effective: float  #: equal clients that would say as much
+    norm: float  #: length of the mean update
+
+    def __str__(self) -> str:
+        turn = f"rounds turn by {self.period:.2f} ({self.sampling:.2f} explained by sampling)"
+        return (
+            f"{turn}, {self.client:.2f} of clients' updates is their own, "
+            f"signal to noise {self.signal:.2g}, {self.effective:.1f} effective clients"
+        )
+
+
+def drift(records: Iterable[Record], since: int = 0) -> Drift | None:
+    """What the drift meters say from round `since` on; None where no turn was recorded.
+
+    >>> found = drift([{"metric": "drift_period", "round": t, "value": t / 10} for t in (1, 2, 3)])
+    >>> found.period
+    0.2
+    """
+    names = ("drift_period", "signal_to_noise", "drift_client", "effective_clients", "update_norm")
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for r in records:
+        if r["metric"] in found and r["value"] is not None and r["round"] >= since:
+            found[r["metric"]].append(r["value"])
+    period, signal, client, effective, norm = (
+        float(np.median(found[name])) if found[name] else math.nan for name in names
+    )
+    if math.isnan(period):
+        return None
+    return Drift(period, explained(signal), client, signal, effective, norm)
+
+
+def explained(signal: float) -> float:
+    """How far the mean updates of cohorts that are drawn at random turn, at a signal to noise."""
+    return min(1.0, 1 / signal) if signal else 1.0
+
+
+@dataclass(frozen=True)
 class Summary:
     """One run in numbers."""
 

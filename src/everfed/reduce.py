@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everfed.method import Method, Reduction
-from everfed.vector import total_sq
+from everfed.vector import Layout, squares
 
 Uploads = dict[str, Tensor]
 
@@ -29,10 +29,24 @@ def kinds(method: Method, exchange: str) -> dict[str, Reduction]:
     return own | ({"update": "mean", "buffers": "mean"} if exchange == "train" else {})
 
 
-def reducer(method: Method, exchange: str, shapes: dict[str, tuple[int, ...]]) -> Reducer:
+def pieces(method: Method, layout: Layout) -> tuple[int, ...]:
+    """Lengths of the pieces of an update whose squares are summed: each layer's where a part reads
+    its spread, else the whole; none where sums are told with noise, as one more would have to be.
+    """
+    reading = [part for part in method.parts if part.spread]
+    if method.using("receive") and not reading:
+        return ()
+    return layout.pieces() if any(part.layered for part in reading) else (layout.d,)
+
+
+def reducer(
+    method: Method, exchange: str, shapes: dict[str, tuple[int, ...]], layout: Layout
+) -> Reducer:
     """What reduces an exchange's uploads; all are kept where a part aggregates them itself."""
-    spread = exchange == "train" and any(part.spread for part in method.parts)
-    return Reducer(kinds(method, exchange), shapes, spread, bool(method.using("aggregate")))
+    train = exchange == "train"
+    spread = train and any(part.spread for part in method.parts)
+    cut = pieces(method, layout) if train else ()
+    return Reducer(kinds(method, exchange), shapes, spread, bool(method.using("aggregate")), cut)
 
 
 def _finite_rows(uploads: Uploads, rows: int) -> list[int]:
@@ -51,10 +65,13 @@ class Reducer:
     shapes: dict[str, tuple[int, ...]]  #: where a shape is known beforehand
     spread: bool = False
     whole: bool = False  #: keep every client's uploads apart
+    pieces: tuple[int, ...] = ()  #: of an update, whose squares are summed
     sums: Uploads = field(default_factory=dict)
     stacks: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     n: int = 0
     weight: float = 0.0
+    weight_sq: float = 0.0  #: the sum of squared weights
+    lengths: float = 0.0  #: the weighted sum of the updates' squared norms, with `pieces`
     dropped: dict[int, str] = field(default_factory=dict)  #: client -> why
     weights: dict[int, float] = field(default_factory=dict)  #: of each client, with `whole`
 
@@ -79,6 +96,8 @@ class Reducer:
             sums = self._reduced(uploads, weights)
         self.n += len(rows)
         self.weight += float(weights.sum())
+        self.weight_sq += float(weights.double().square().sum())
+        self.lengths += float(sums.pop("lengths", 0.0))
         if self.whole:
             self.weights |= dict(zip([clients[i] for i in rows], weights.tolist(), strict=True))
         for key, value in sums.items():
@@ -96,11 +115,16 @@ class Reducer:
             kind, flat = self.kinds[key], value.reshape(len(value), -1)
             ones = torch.ones(len(flat)).to(flat)
             factors = weights.to(flat) if kind == "mean" else ones
-            if self.spread and key == "update":
-                out[key], out["plain"] = torch.stack([factors, ones]) @ flat
-                out["squares"] = total_sq(flat)
-            else:
-                out[key] = (factors @ flat).reshape(value.shape[1:])
+            out[key] = (factors @ flat).reshape(value.shape[1:])
+            if key == "update" and self.pieces:
+                own = torch.stack(
+                    [squares(part) for part in torch.split(flat, list(self.pieces), 1)], 1
+                )
+                out["lengths"] = weights.double().to(own) @ own.sum(1)
+            if key == "update" and self.spread:
+                same = bool((weights == weights[0]).all())
+                out["plain"] = out[key] / factors[0] if same else ones @ flat
+                out["squares"] = own.sum(0)
         return out
 
     def _sum(self, key: str, value: Tensor) -> None:
@@ -113,6 +137,8 @@ class Reducer:
         """Take in (and copy: it may lie in shared memory) what another worker has reduced."""
         self.n += other.n
         self.weight += other.weight
+        self.weight_sq += other.weight_sq
+        self.lengths += other.lengths
         self.dropped |= other.dropped
         self.weights |= other.weights
         for key, value in other.sums.items():
@@ -120,6 +146,13 @@ class Reducer:
         for key, rows in other.stacks.items():
             own = self.stacks.setdefault(key, {})
             own.update({client: row.clone() for client, row in rows.items()})
+
+    def mean_of(self, key: str) -> Tensor:
+        """The weighted mean of uploads that were kept apart."""
+        rows = self.stacks[key]
+        share = torch.tensor([self.weights[client] for client in rows]) / self.weight
+        mean: Tensor = share @ torch.stack(list(rows.values())).to(share)
+        return mean
 
     def values(self) -> Uploads:
         """The reduced uploads; those that were kept, in the order of the clients' ids. With
@@ -133,13 +166,17 @@ class Reducer:
         return out
 
 
-def cohort_spread(values: Mapping[str, Tensor], n: int) -> Tensor | None:
-    """sum_k |u_k - u|^2 / (n d), u the (weighted) mean update, from sums only.
+def cohort_spread(values: Mapping[str, Tensor], n: int, pieces: tuple[int, ...]) -> Tensor | None:
+    """sum_k |u_k - u|^2 / (n d) of each piece, u the (weighted) mean update, from sums only.
 
-    |u_k - u|^2 summed = sum |u_k|^2 - 2 <sum u_k, u> + n |u|^2, so no single update is kept.
+    With s = sum u_k it is sum |u_k|^2 - |s|^2 / n + n |u - s / n|^2, so no single update is kept.
     """
     if "squares" not in values:
         return None
-    mean, plain = values["update"].double(), values["plain"].double()
-    total = values["squares"] - 2 * plain @ mean + n * mean @ mean
-    return (total / (n * mean.numel())).clamp(min=0)
+
+    def lengths(v: Tensor) -> Tensor:
+        return torch.stack([squares(part) for part in torch.split(v, list(pieces))])
+
+    center = values["plain"] / n
+    total = values["squares"] - n * lengths(center) + n * lengths(values["update"] - center)
+    return (total / (n * torch.tensor(pieces).to(total))).clamp(min=0)

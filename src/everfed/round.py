@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everfed import meters
 from everfed.boundaries import Boundaries
 from everfed.chance import rng, torch_seed
 from everfed.client import Ask, ClientProgram, Exchange
@@ -24,6 +25,7 @@ from everfed.reduce import cohort_spread, reducer
 from everfed.server import AtServer
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
+from everfed.vector import folded
 
 
 class Engine(Protocol):
@@ -85,6 +87,7 @@ class Federation:
     found: list[int] = field(default_factory=list)
     round: int = 0  #: rounds done
     asked: int = 0  #: exchanges done
+    last: Tensor | None = None  #: the last mean update, folded, for the drift meters
 
 
 @dataclass
@@ -188,7 +191,8 @@ class Rounds:
             answer = self._ask("train", fed, start, down, prompt, events)
         else:
             shapes = {"update": tuple(fed.w.shape), "buffers": tuple(fed.buffers.shape)}
-            answer = Answer(reducer(self.method, "train", shapes), {})
+            layout = self.engine.program.compute.layout
+            answer = Answer(reducer(self.method, "train", shapes, layout), {})
         lost = sum(rounds is None for rounds in by.values())
         if lost:
             events.values["lost_replies"] = lost
@@ -372,10 +376,12 @@ class Rounds:
 
     def _reduced(self, fed: Federation, answer: Answer, values: State) -> list[Reduced]:
         """What each part sees of the cohort's replies."""
-        reducer, spread = answer.reducer, cohort_spread(values, answer.reducer.n)
+        reducer = answer.reducer
+        layers = cohort_spread(values, reducer.n, reducer.pieces)
+        whole = None if layers is None else (layers @ _shares(reducer.pieces).to(layers)).view(1)
         server = self._server(fed)
         out = []
-        for i in range(len(self.method.parts)):
+        for i, part in enumerate(self.method.parts):
             own = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{i}.")}
             out.append(
                 Reduced(
@@ -386,7 +392,7 @@ class Rounds:
                     self.stream.clients,
                     fed.round,
                     self._task(fed),
-                    spread,
+                    layers if part.layered else whole,
                     self.method.needs.exchanges,
                     tuple(sorted(answer.mine)),
                     self.ledger.begun - fed.asked,
@@ -403,6 +409,7 @@ class Rounds:
             step, state = part.fold(state, step, own)
             parts.append(state)
         w = fed.w + step
+        measured, last = self._meters(fed, answer, values)
         if not torch.isfinite(w.sum()):
             events.values["lost_round"] = 1
             events.warnings.append(
@@ -410,11 +417,29 @@ class Rounds:
                 "(a smaller learning rate helps)"
             )
             return
-        fed.w, fed.parts, fed.buffers = w, parts, values["buffers"]
+        fed.w, fed.parts, fed.buffers, fed.last = w, parts, values["buffers"], last
         self._keep(fed, answer, events)
-        events.values["clients"] = answer.reducer.n
+        events.values |= {"clients": answer.reducer.n} | measured
         for part, state in zip(self.method.parts, parts, strict=True):
             events.values |= part.metrics(state)
+
+    def _meters(
+        self, fed: Federation, answer: Answer, values: State
+    ) -> tuple[dict[str, float], Tensor]:
+        """The round's drift meters, and the mean update that the next round is compared with."""
+        reducer, mean = answer.reducer, values["update"]
+        if reducer.whole:  # what the clients say, not what a part makes of it
+            mean = reducer.mean_of("update").to(fed.w)
+        # beside a mean with noise the lengths would say nothing of the spread, or too much
+        told = reducer.pieces and not self.method.using("receive")
+        length = reducer.lengths / reducer.weight if told else None
+        last = folded(mean.float() if mean.dtype == torch.bfloat16 else mean)
+        effective = reducer.weight**2 / reducer.weight_sq
+        return meters.of_cohort(mean, length, effective) | meters.turn(last, fed.last), last
+
+
+def _shares(sizes: tuple[int, ...]) -> Tensor:
+    return torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
 
 
 def _megabytes(states: list[State]) -> float:

@@ -212,6 +212,8 @@ def run(
             "torch": torch.__version__,
             "config": config,
             "task_rounds": [stream.length(k) for k in range(len(stream.tasks))],
+            "head": stream.head,
+            "stateless": stream.stateless,
         }
         place, found, notes = _place(folder, resume, what, about)
         if engine is None:
@@ -323,6 +325,7 @@ class Session:
             self.rounds.ledger.go_on(fed.asked)
             self.folder.cut_records(found.meta["records"])
             fed.w, fed.buffers = fed.w.to(compute.device), fed.buffers.to(compute.device)
+            fed.last = None if fed.last is None else fed.last.to(compute.device)
             fed.parts, fed.late = (_on_device(own, fed.w) for own in (fed.parts, fed.late))
             fed.clients = {i: _on_device(own, fed.w) for i, own in fed.clients.items()}
             return fed, self.folder.records()

@@ -10,9 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from everfed.chance import rng
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -31,13 +36,31 @@ def unit(a: Tensor) -> Tensor:
     return a / length.clamp(min=1e-12)
 
 
-def total_sq(v: Tensor) -> Tensor:
-    """Squared norm of all of v as a double: of short rows first, whose sum is right to 1e-8."""
-    line = v.reshape(-1)
-    cut = len(line) // 256 * 256
-    rows = torch.linalg.vector_norm(line[:cut].view(-1, 256), dim=1)
-    norms = torch.cat([rows, torch.linalg.vector_norm(line[cut:]).view(1)]).double()
-    return norms @ norms
+def squares(v: Tensor) -> Tensor:
+    """Squared norms along the last dimension as doubles, (..., d) -> (...): of short pieces first,
+    so that they are right to 1e-8."""
+    cut = v.shape[-1] // 256 * 256
+    pieces = v[..., :cut].view(*v.shape[:-1], cut // 256, 256)
+    rest = v[..., cut:].unsqueeze(-2)
+    norms = [torch.linalg.vector_norm(part, dim=-1) for part in (pieces, rest)]
+    return torch.cat(norms, -1).double().square().sum(-1)
+
+
+def folded(v: Tensor, width: int = 4096) -> Tensor:
+    """A long vector's coordinates added up in `width` places with random signs, (d,) -> (width,):
+    products of vectors stay the same in the mean, up to 1 / sqrt(width) of the lengths' product."""
+    if len(v) <= width:
+        return v
+    signed = v * _signs(len(v)).to(v)
+    cut = len(v) // width * width
+    out: Tensor = signed[:cut].view(-1, width).sum(0)
+    out[: len(v) - cut] += signed[cut:]
+    return out
+
+
+@lru_cache(maxsize=1)
+def _signs(d: int) -> Tensor:
+    return torch.from_numpy(rng(0, "fold").integers(0, 2, d, dtype=np.int8) * 2 - 1).float()
 
 
 @dataclass(frozen=True)
@@ -125,6 +148,11 @@ class Layout:
             for slot in self.slots
             if slot.name.rpartition(".")[0] == prefix or f"{slot.name}.".startswith(f"{prefix}.")
         ]
+
+    def pieces(self) -> tuple[int, ...]:
+        """Lengths of the slices that belong to one module each (a layer's weights and biases)."""
+        owned = groupby(self.slots, lambda slot: slot.name.rpartition(".")[0])
+        return tuple(sum(slot.stop - slot.start for slot in own) for _, own in owned)
 
     def layers(self) -> list[str]:
         """Names of the modules with weights (norms are left out), in the order of definition."""

@@ -43,7 +43,7 @@ from everfed.engines.wire import Opened, open_reply, unwrap, vectors, whole, wra
 from everfed.errors import EverfedError
 from everfed.late import held
 from everfed.method import Method, State
-from everfed.reduce import kinds, reducer
+from everfed.reduce import Reducer, kinds, pieces, reducer
 from everfed.runs import Progress, run, surroundings
 from everfed.streams.sites import tested
 from everfed.streams.stream import Stream
@@ -225,12 +225,13 @@ class FlowerEngine:
         shapes = {"update": len(ask.start), "buffers": len(ask.buffers)}
         return shapes, set(kinds(self.program.method, ask.exchange))
 
-    def _shapes(self, ask: Ask) -> dict[str, tuple[int, ...]]:
-        return {key: (size,) for key, size in self._expected(ask)[0].items()}
+    def _reducer(self, ask: Ask) -> Reducer:
+        shapes: dict[str, tuple[int, ...]] = {k: (n,) for k, n in self._expected(ask)[0].items()}
+        return reducer(self.program.method, ask.exchange, shapes, self.program.compute.layout)
 
     def _reduced(self, ask: Ask, good: Mapping[int, Opened], lost: dict[int, str]) -> Answer:
         method = self.program.method
-        answer = Answer(reducer(method, ask.exchange, self._shapes(ask)), {})
+        answer = Answer(self._reducer(ask), {})
         for client, reply in sorted(good.items()):
             if reply.lost:
                 log(WARNING, f"client {client} has lost its state and begins anew")
@@ -249,7 +250,7 @@ class FlowerEngine:
     def _masked(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
         """Ask so that only the sum of all uploads is seen."""
         clients, shared = {self.roll.nodes[client]: client for client in cohort}, vectors(ask)
-        answer = Answer(reducer(self.program.method, ask.exchange, self._shapes(ask)), {})
+        answer = Answer(self._reducer(ask), {})
         for attempt in range(self.terms.retries + 1):
             if attempt:
                 log(WARNING, f"round {ask.round + 1}: too few for a masked sum; again")
@@ -361,7 +362,9 @@ def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
             site = Site(name, made.method, stream, made.model, local, seed, held, store)
             answered, masked = site.answer(ask, token), message.metadata.message_type == "train"
             if masked:
-                content = secure.wrap_masked(answered, made.method, made.terms.range)
+                needed = any(part.spread for part in made.method.parts)
+                cut = pieces(made.method, answered.layout) if ask.exchange == "train" else ()
+                content = secure.wrap_masked(answered, cut, made.terms.range, needed)
             elif made.terms.secure:
                 raise EverfedError("uploads are only given masked: flower.secure is true")
             else:

@@ -152,7 +152,7 @@ class LocalEngine:
             "update": (compute.layout.d,),
             "buffers": (compute.buffer_layout.d,),
         }
-        answer = Answer(reducer(method, ask.exchange, shapes), {})
+        answer = Answer(reducer(method, ask.exchange, shapes, compute.layout), {})
         for reply in self.program.run(ask, jobs):
             clients = [job.client for job in reply.jobs]
             rows = answer.reducer.add(clients, method.screen(reply.uploads), reply.weights)

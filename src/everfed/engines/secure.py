@@ -8,12 +8,14 @@ and `Masking` puts everfed's request into the stage in which clients answer.
 
 Uploads are rounded at random to 2^22 steps of [-R, R]: a mean is exact to about R / 2^21. One that
 does not fit into the range is refused at the site. Clients count the same, so that no weights are
-told. For the cohort's spread (FedEve) a client adds |u|^2, and |u|^2 / 1024 if that does not fit.
+told. For the cohort's spread (drift meters, FedEve) a client adds |u|^2, and |u|^2 / 1024 if that
+does not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,7 +46,7 @@ from everfed.engines.terms import Terms
 from everfed.errors import EverfedError
 from everfed.method import Method
 from everfed.reduce import Reducer
-from everfed.vector import total_sq
+from everfed.vector import squares
 
 COARSE = 1024.0
 
@@ -59,14 +61,19 @@ def check(method: Method) -> None:
 
 
 # at a site -----------------------------------------------------------------------------------
-def wrap_masked(answered: Answered, method: Method, limit: float) -> RecordDict:
-    """A site's answer in the form in which Flower's mod masks it."""
+def wrap_masked(
+    answered: Answered, pieces: Sequence[int], limit: float, needed: bool
+) -> RecordDict:
+    """A site's answer in the form in which Flower's mod masks it, with the squares of the update's
+    pieces; where they are not `needed`, those that do not fit are told as too large."""
     if answered.reply is None:
         raise EverfedError("the site has no samples now: it drops out of the masked sum")
     uploads = {key: value[0] for key, value in answered.reply.uploads.items()}
-    if "update" in uploads and any(part.spread for part in method.parts):
-        square = total_sq(uploads["update"]).reshape(1)
-        uploads["squares"] = torch.cat([square.clamp(max=limit), square / COARSE])
+    if "update" in uploads and pieces:
+        own = torch.stack([squares(part) for part in torch.split(uploads["update"], list(pieces))])
+        coarse = own / COARSE
+        coarse = coarse if needed else coarse.clamp(max=limit)
+        uploads["squares"] = torch.cat([own.clamp(max=limit), coarse])
     uploads = {key: value for key, value in sorted(uploads.items()) if value.numel()}
     for key, value in uploads.items():
         if not bool((value.abs() <= limit).all()):  # NaN does not either
@@ -143,12 +150,16 @@ def fill(reducer: Reducer, results: Mapping[int, FitRes], like: Tensor, limit: f
     keys = [key for key in str(first.metrics["keys"]).split(",") if key]
     means = dict(zip(keys, parameters_to_ndarrays(first.parameters), strict=True))
     reducer.n, reducer.weight = len(results), float(len(results))
+    reducer.weight_sq = reducer.weight
     for key in {*means, *reducer.shapes} & {*reducer.kinds, "squares"}:
         mean = means.get(key, np.zeros(0))
         if key in reducer.shapes and mean.shape != reducer.shapes[key]:
             raise EverfedError(f"masked uploads of {key} have shape {mean.shape}")
         reducer.sums[key] = reducer.n * torch.from_numpy(np.asarray(mean)).to(like)
-    if reducer.spread:
-        fine, coarse = reducer.sums["squares"].double()
-        reducer.sums["squares"] = fine if COARSE * coarse < limit else COARSE * coarse
-        reducer.sums["plain"] = reducer.sums["update"].clone()
+    if reducer.pieces:
+        fine, coarse = reducer.sums.pop("squares").double().view(2, -1)
+        # a sum below what one client may say is of clients that all told the truth
+        own = torch.where(COARSE * coarse < limit, fine, COARSE * coarse)
+        reducer.lengths = float(own.sum()) if bool((coarse < limit).all()) else math.inf
+        if reducer.spread:
+            reducer.sums |= {"squares": own, "plain": reducer.sums["update"].clone()}

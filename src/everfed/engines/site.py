@@ -31,6 +31,7 @@ from everfed.local import Local
 from everfed.method import Method, State
 from everfed.models import Recipe
 from everfed.streams.stream import Stream
+from everfed.vector import Layout
 
 #: a site's name and the round (from 0) -> inputs and labels that it holds now
 Samples = Callable[[str, int], tuple[Array, Array]]
@@ -143,6 +144,7 @@ class Answered:
     reply: Reply | None  #: None: it has no samples now
     token: int  #: of the state that it has now
     lost: bool  #: whether it did not find the state that was asked for, and began anew
+    layout: Layout  #: of the update
 
 
 @dataclass
@@ -162,7 +164,7 @@ class Site:
         """The reply to a request that goes on from the state of token `asked` (NONE: from none)."""
         x, y = self.samples(self.name, ask.round)
         if len(x) == 0:
-            return Answered(None, asked, False)
+            return Answered(None, asked, False, Layout(()))
         saved = self.store.load(asked) if asked != NONE else None
         table, mine = self._table(x, y, saved)
         stream = AtSite(self.stream, table, len(x))
@@ -173,7 +175,8 @@ class Site:
         (reply,) = program.run(ask, [job])
         token = token_of(ask.round, ask.exchange)
         saved_now = self._save(token, reply.mine[0], table, asked)
-        return Answered(reply, token if saved_now else NONE, asked != NONE and saved is None)
+        lost = asked != NONE and saved is None
+        return Answered(reply, token if saved_now else NONE, lost, compute.layout)
 
     def _table(
         self, x: Array, y: Array, saved: dict[str, Tensor] | None

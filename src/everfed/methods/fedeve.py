@@ -9,7 +9,8 @@ gain fuses both (eqs. 12-13; M and u here in the sign of updates):
     kappa         (sigma^2 + sigma_Q^2) / (sigma^2 + sigma_Q^2 + sigma_R^2)
     M <- M + kappa (u - M),   w <- w + eta_g M,   sigma^2 <- (1 - kappa) (sigma^2 + sigma_Q^2)
 
-The cohort's spread follows from sums alone, so the method works under secure aggregation.
+With `gain` "layer" all of it is done for each layer by itself. The cohort's spread follows from
+sums alone, so the method works under secure aggregation.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from typing import Literal
 
 from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
-from torch import Tensor, ones_like, where, zeros, zeros_like
+from torch import Tensor, ones_like, split, stack, tensor, where, zeros, zeros_like
 
 from everfed.method import Average, Method, Part, Reduced, State
 from everfed.methods.registry import register
 from everfed.vector import Layout
+
+QMode = Literal["innovation", "update"]
+Gain = Literal["model", "layer"]
 
 
 @dataclass(frozen=True)
@@ -35,47 +39,58 @@ class FedEve(Part):
     stage = 4
     spread = True
     server_lr: PositiveFloat = 1.0
-    q_mode: Literal["innovation", "update"] = "innovation"
+    q_mode: QMode = "innovation"
     reset: bool = False
+    gain: Gain = "model"
 
     @property
     def bounded(self) -> bool:
         return self.reset
 
+    @property
+    def layered(self) -> bool:
+        return self.gain == "layer"
+
     def init(self, w: Tensor, layout: Layout) -> State:
-        zero = zeros((), dtype=w.dtype, device=w.device)
-        return {"m": zeros_like(w), "var": zero, "gain": zero, "period": zero, "client": zero}
+        sizes = tensor(layout.pieces() if self.layered else [len(w)])
+        zero = zeros(len(sizes), dtype=w.dtype, device=w.device)
+        return {"m": zeros_like(w), "sizes": sizes} | dict.fromkeys(
+            ("var", "gain", "period", "client"), zero
+        )
 
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
         return w.add(s["m"], alpha=self.server_lr), {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         assert r.spread is not None
+        sizes = s["sizes"].to(update)
         surprise = update - s["m"] if self.q_mode == "innovation" else update
-        period = surprise.square().mean() / r.n
-        client = r.spread.to(update) / r.n
+        total = stack([part @ part for part in split(surprise, s["sizes"].tolist())])
+        period, client = total / (r.n * sizes), r.spread.to(update) / r.n
         prior = s["var"] + period
         gain = where(prior + client > 0, prior / (prior + client), ones_like(prior))
-        m = s["m"].lerp(update, float(gain))
-        state = {"m": m, "var": (1 - gain) * prior}
-        return self.server_lr * m, state | {"gain": gain, "period": period, "client": client}
+        each = gain.repeat_interleave(s["sizes"].to(gain.device)) if self.layered else gain
+        m = s["m"].lerp(update, each)
+        found = {"var": (1 - gain) * prior, "gain": gain, "period": period, "client": client}
+        return self.server_lr * m, {"m": m, "sizes": s["sizes"]} | found
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
-        return self.init(w, Layout(())) if self.reset else s
+        if not self.reset:
+            return s
+        return {key: v if key == "sizes" else zeros_like(v) for key, v in s.items()}
 
     def metrics(self, s: State) -> dict[str, float]:
-        return {
-            "kalman_gain": float(s["gain"]),
-            "period_drift": float(s["period"]),
-            "client_drift": float(s["client"]),
-        }
+        share = s["sizes"].to(s["gain"]) / s["sizes"].sum()
+        names = {"kalman_gain": "gain", "period_drift": "period", "client_drift": "client"}
+        return {name: float(share @ s[key]) for name, key in names.items()}
 
 
 @register("FedEve: On Bridging the Client Drift and Period Drift")
 def fedeve(
     server_lr: PositiveFloat = 1.0,
-    q_mode: Literal["innovation", "update"] = "innovation",
+    q_mode: QMode = "innovation",
     reset: bool = False,
+    gain: Gain = "model",
     average: Average = "samples",
 ) -> Method:
     """A Kalman filter between the server's prediction and the cohort's update.
@@ -84,6 +99,7 @@ def fedeve(
         server_lr: the server's step along the momentum.
         q_mode: period drift from the surprise ("innovation", the paper's) or from the whole update.
         reset: forget momentum and variance at a task's end.
+        gain: one for the whole "model" (the paper's), or one for every "layer".
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
-    return Method(FedEve(server_lr, q_mode, reset), average=average, name="fedeve")
+    return Method(FedEve(server_lr, q_mode, reset, gain), average=average, name="fedeve")

@@ -20,7 +20,7 @@ import numpy as np
 
 from everfed import __version__
 from everfed.errors import EverfedError
-from everfed.metrics import Record, matrix, prequential, summarise
+from everfed.metrics import Record, explained, matrix, prequential, summarise
 from everfed.records import Loaded, differing, unequal
 from everfed.report.table import cells, columns_of, spread, trouble
 
@@ -105,7 +105,16 @@ PANELS: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("NDCG", "the same, weighed by the item's place", False,
      {"ndcg@10": "NDCG@10", "ndcg@5": "NDCG@5"}),
     ("Training loss", "mean over the round's clients", False, {"train_loss": ""}),
-    ("Clients", "whose updates counted", False, {"clients": ""}),
+    ("Clients", "whose updates counted; as many equal ones would say as much", False,
+     {"clients": "counted", "effective_clients": "equal ones"}),
+    ("Period drift", "how far the mean update turns from round to round: 0 not at all, 1 a right "
+     "angle; far above what sampling explains, whole rounds differ", False,
+     {"drift_period": "measured", "drift_sampling": "explained by drawing clients at random"}),
+    ("Client drift", "share of the clients' updates that cancels in their mean: 0 they agree, 1 "
+     "nothing is left", False, {"drift_client": ""}),
+    ("Signal to noise", "squared length of the mean update over its variance; below 1 a round says "
+     "little of all clients", True, {"signal_to_noise": ""}),
+    ("Update", "length of the clients' mean update", False, {"update_norm": ""}),
     ("Kalman gain", "FedEve: 1 trusts the cohort, 0 the server's prediction", False,
      {"kalman_gain": ""}),
     ("Drift variances", "FedEve's estimates: between rounds and between clients", True,
@@ -258,6 +267,8 @@ def _series(records: Iterable[Record], measure: str, factor: float) -> dict[str,
             own = out.setdefault("mb", {})
             own[at] = own.get(at, 0.0) + value
         elif metric not in ELSEWHERE:
+            if metric == "signal_to_noise":
+                out.setdefault("drift_sampling", {})[at] = explained(value)
             out.setdefault(metric, {}).setdefault(at, value)  # a task's end may tell it again
     tests: dict[int, list[float]] = {}
     for key, own in out.items():

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from everfed.errors import EverfedError
-from everfed.metrics import Record
+from everfed.metrics import Record, drift
 from everfed.records import Loaded, members, parse, read_config
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -91,12 +91,13 @@ def watch(paths: Sequence[Path], console: Console, once: bool = False, every: fl
 def view(tails: Sequence[Tail], width: int = 120) -> Table:
     """One row a run."""
     out = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
-    wide = width >= 115
-    room = min(32, width - 90) if wide else 12
-    heads = ["run", "rounds", "", "task", "now %", "accuracy of tasks seen", "s/round", "state"]
-    kept = range(len(heads)) if wide else (0, 1, 4, 5, 7)
+    wide, drifts = width >= 115, width >= 140
+    room = min(32, width - 90 - 25 * drifts) if wide else 12
+    heads = ["run", "rounds", "", "task", "now %", "accuracy of tasks seen"]
+    heads += ["period drift", "client drift", "s/round", "state"]
+    kept = [0, 1, 2, 3, 4, 5, *((6, 7) if drifts else ()), 8, 9] if wide else [0, 1, 4, 5, 9]
     for k in kept:
-        right = heads[k] in ("rounds", "now %", "s/round")
+        right = heads[k] in ("rounds", "now %", "period drift", "client drift", "s/round")
         head = heads[k] if wide else heads[k].partition(" of")[0]
         out.add_column(head, justify="right" if right else "left", no_wrap=True)
     for tail in tails:
@@ -111,11 +112,12 @@ def view(tails: Sequence[Tail], width: int = 120) -> Table:
 def _row(tail: Tail, room: int) -> list[Text]:
     run = tail.run
     if not tail.records:
-        return [Text(tail.folder.name), *[Text("")] * 6, Text("waiting", "dim")]
+        return [Text(tail.folder.name), *[Text("")] * 8, Text("waiting", "dim")]
     done, total = run.rounds_done, run.rounds
     bar = _bar(done / total if total else 0.0, 12)
     task = max(r["task"] for r in tail.records)
     curve = _curve(tail.records)
+    seen = drift(tail.records, since=done - 10)
     seconds = [r["value"] for r in tail.records if r["metric"] == "seconds" and r["value"]][-20:]
     pace = float(np.median(seconds)) if seconds else 0.0
     return [
@@ -125,6 +127,8 @@ def _row(tail: Tail, room: int) -> list[Text]:
         Text(_cut(run.tasks[task] if task < len(run.tasks) else "?", 16)),
         Text(f"{curve[-1]:.1f}" if curve else "–"),
         Text(spark(curve, room), "green"),
+        Text(f"{seen.period:.2f}" if seen else "–"),
+        Text(f"{seen.client:.2f}" if seen and seen.client == seen.client else "–"),
         Text(f"{pace:.2f}"),
         _state(tail, pace),
     ]

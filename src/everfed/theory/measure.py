@@ -30,9 +30,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from everfed.chance import rng
 from everfed.client import Ask, ClientProgram, Phase
@@ -44,9 +43,7 @@ from everfed.runs import prepare, surroundings
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 from everfed.theory.drift import Drift, fitted, products
-
-#: coordinates that gradients are kept in; longer ones are folded into so many (see `_fold`)
-WIDTH = 4096
+from everfed.vector import folded
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ def _kept(stream: Stream, client: int, rounds: int, lags: int) -> list[float]:
 def _gradient(
     program: ClientProgram, client: int, round_: int
 ) -> tuple[NDArray[np.float32], float]:
-    """A client's gradient in a round, (d or WIDTH,), and the variance that chance gives it."""
+    """A client's gradient in a round, folded if it is long, and the variance that chance gives."""
     w = program.compute.weights()
     job = program.job(client, round_, None, w)
     task = program.stream.task(round_)
@@ -147,18 +144,7 @@ def _gradient(
     a, b = (phase.gradient(w, own).double() for own in (ids[:half], ids[half:]))
     share = half / n
     noise = float((a - b).square().sum()) * share * (1 - share)
-    return _fold(a * share + b * (1 - share)).float().cpu().numpy(), noise
-
-
-def _fold(g: Tensor) -> Tensor:
-    """Coordinates are added up in WIDTH places with random signs: products of vectors stay the same
-    in the mean, up to some 2 % of the lengths."""
-    if len(g) <= WIDTH:
-        return g
-    random = rng(0, "fold")
-    place = torch.from_numpy(random.integers(0, WIDTH, len(g)))
-    sign = torch.from_numpy(random.integers(0, 2, len(g)) * 2 - 1).to(g)
-    return g.new_zeros(WIDTH).index_add(0, place.to(g.device), g * sign)
+    return folded(a * share + b * (1 - share)).float().cpu().numpy(), noise
 
 
 def _jackknife(parts: list[Drift]) -> Drift:
