@@ -14,7 +14,7 @@ from everfed import config
 from everfed.cli import app
 from everfed.errors import EverfedError
 from everfed.method import Reduced
-from everfed.methods.special import Anchor, budget
+from everfed.methods.special import Anchor
 from everfed.reproduce import preset
 from everfed.theory import special
 from everfed.theory.special import Constants
@@ -98,34 +98,22 @@ def test_a_real_run_keeps_the_bounds(lam):
         assert 0 < distance.max() <= cap
 
 
-def test_auto_keeps_to_its_budget_and_pulls_only_there():
-    """The budget is the first task's way over sqrt(i (i - 1)), and within it nothing is pulled."""
-    stream = ef.streams.domains(ef.data.digits(["plain", "inverted", "rotated"]), rounds=8)
-    runs = {lam: ef.run(ef.methods.special(lam, server_lr=1.0), stream, ef.models.mlp(64, 64, 10), seed=3,
-                        local=ef.Local(lr=0.2, epochs=2), sample=4) for lam in ("auto", 0.0)}  # fmt: skip
-
-    def seen(lam, name, task):
-        return np.array([r["value"] for r in runs[lam].records
-                         if r["metric"] == f"anchor_{name}" and r["task"] == task])  # fmt: skip
-
-    pulled = seen("auto", "lam", 1) > 0
-    assert pulled.any()
-    assert not pulled[0]
-    # until the first pull it is the method without an anchor, to the last bit
-    until = int(pulled.argmax())
-    assert (seen("auto", "distance", 1)[:until] == seen(0.0, "distance", 1)[:until]).all()
-    ends = seen("auto", "distance", 1)[pulled]
-    assert ends == pytest.approx(np.full(len(ends), ends[0]), rel=1e-4)
-    assert ends[0] < seen(0.0, "distance", 1).max()
-    # the second budget against the third: sqrt(6) / sqrt(2)
-    assert seen("auto", "distance", 2).max() == pytest.approx(ends[0] / 3**0.5, rel=1e-4)
-
-
-def test_the_budget_is_the_step_of_a_mean_of_unrelated_solutions():
-    solutions = 5.0 * np.eye(4)  # as far from the start as each other, in unrelated directions
-    for k in (2, 3, 4):
-        step = np.linalg.norm(solutions[:k].mean(0) - solutions[: k - 1].mean(0))
-        assert float(budget(torch.tensor(5.0), torch.tensor(k))) == pytest.approx(step)
+@pytest.mark.parametrize(("lr", "server_lr"), [(0.05, "1/task"), (0.5, 1.0)])
+def test_auto_moves_no_task_further_than_the_first(lr, server_lr):
+    domains = ef.data.digits(["plain", "inverted", "rotated"])
+    stream, model = ef.streams.domains(domains, rounds=8), ef.models.mlp(64, 64, 10)
+    settings = {"local": ef.Local(lr=lr, epochs=2), "sample": 4, "seed": 3}
+    run = ef.run(ef.methods.special("auto", server_lr), stream, model, **settings)
+    # the first task alone, which has no anchor: its way
+    alone = ef.streams.domains(domains, rounds=8, order=["plain"])
+    end = ef.run(ef.methods.fedavg(average="uniform"), alone, model, **settings).vector
+    begin = ef.run(ef.methods.fedavg(), alone, model, **settings | {"local": ef.Local(lr=1e-30)})
+    way = float((end - begin.vector).norm())
+    seen = {name: np.array([r["value"] for r in run.records if r["metric"] == f"anchor_{name}"])
+            for name in ("distance", "step", "lam")}  # fmt: skip
+    assert len(seen["lam"]) == 16
+    assert seen["lam"] == pytest.approx(seen["step"] / way, rel=1e-3)
+    assert (seen["distance"] <= way * (1 + 1e-5)).all()
 
 
 def test_auto_without_a_first_way_is_free():

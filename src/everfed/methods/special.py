@@ -11,14 +11,10 @@ SPECIAL-C does it at the clients, after every local epoch, with 2 lambda (its pr
 
 Under SPECIAL a task moves the model by at most 1/lambda of its per-round steps.
 
-lam = "auto" (not in the paper) pulls only as hard as a budget of distance asks for: in task i
+lam = "auto" (not in the paper) takes the lambda of each round for which 1/lambda of its step is as
+far as the first task has moved the model, so that no later task moves it further:
 
-    lambda = max(0, |theta_bar - theta_{i-1}| / B_i - 1)
-    B_i = |theta_1 - theta_0| / sqrt(i (i - 1))
-
-B_i is how far the i-th task moves the best common model if the tasks' own solutions lie as far from
-theta_0 as the first one's, in unrelated directions, with losses that are alike around them: the
-best common model is then the solutions' mean, and a mean of i - 1 moves so far when the i-th comes.
+    lambda = |theta_bar - theta| / |theta_1 - theta_0|
 """
 
 from __future__ import annotations
@@ -40,15 +36,6 @@ def pull(theta: Tensor, anchor: Tensor, lam: float | Tensor) -> Tensor:
     return (theta + lam * anchor) / (1 + lam)
 
 
-def budget(first: Tensor, task: Tensor) -> Tensor:
-    """How far the task (counted from 1) may move the model, given how far the first one did.
-
-    >>> [round(float(budget(tensor(6.0), tensor(k))), 3) for k in (2, 3, 4)]
-    [4.243, 2.449, 1.732]
-    """
-    return first / (task * (task - 1)).sqrt()
-
-
 @dataclass(frozen=True)
 class Anchor(Part):
     """Pulls the server's model to that of the previous task's end, every round."""
@@ -62,23 +49,20 @@ class Anchor(Part):
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         if "anchor" not in s:
             return update, s
-        moved = r.w + update
-        lam = self._needed(s, moved) if self.lam == "auto" else full_like(update[0], self.lam)
-        new = pull(moved, s["anchor"], lam)
+        lam = self._fitting(s, update) if self.lam == "auto" else full_like(update[0], self.lam)
+        new = pull(r.w + update, s["anchor"], lam)
         told = {"distance": (new - s["anchor"]).norm(), "step": update.norm(), "lam": lam}
         return new - r.w, s | told
 
-    def _needed(self, s: State, moved: Tensor) -> Tensor:
-        """The pull that keeps the model within the budget; none if the first task moved nothing."""
-        over = (moved - s["anchor"]).norm() / budget(s["first"], s["task"]) - 1
-        return where(s["first"] > 0, over.clamp(min=0), zeros_like(over))
+    def _fitting(self, s: State, update: Tensor) -> Tensor:
+        """None if the first task moved nothing: that says nothing of distances."""
+        step = update.norm()
+        return where(s["first"] > 0, step / s["first"], zeros_like(step))
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         if self.lam != "auto":
             return {"anchor": w}
-        first = s["first"] if "first" in s else (w - s["begin"]).norm()
-        task = s["task"] + 1 if "task" in s else full_like(first, 2)
-        return {"anchor": w, "first": first, "task": task}
+        return {"anchor": w, "first": s["first"] if "first" in s else (w - s["begin"]).norm()}
 
     def metrics(self, s: State) -> dict[str, float]:
         names = ("distance", "step", "lam")
@@ -113,8 +97,8 @@ def special(
     """A server-side anchor at the previous task's model.
 
     Args:
-        lam: strength of the pull to the anchor; "auto": as much as keeps a task's way within a
-            budget that follows from the first task's.
+        lam: strength of the pull to the anchor; "auto": such that no task moves the model further
+            than the first one did.
         server_lr: the server's step before the pull; "1/task": 1/k in the k-th task.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
