@@ -199,7 +199,8 @@ class CFlag(Track):
         return True
 
     def client_init(self, w: Tensor) -> State:
-        return {"ids": torch.zeros(0, dtype=torch.int64)}
+        none = torch.zeros(0, dtype=torch.int64)
+        return {"ids": none, "block": none}
 
     def probe(self, w: Tensor, c: Context) -> tuple[State, State]:
         up, mine = super().probe(w, c)
@@ -257,7 +258,13 @@ class CFlag(Track):
         random = rng(c.seed, "memory", c.task, c.client)
         kept = memory.class_balanced(c.ids, c.labels(c.ids), self.memory, random)
         ids = np.concatenate([c.mine["ids"].numpy(), kept])
-        return {}, {"ids": torch.from_numpy(memory.uniform(ids, c.fits(len(ids)), random))}
+        block = np.concatenate([c.mine["block"].numpy(), np.full(len(kept), c.block)])
+        if len(ids) > c.fits(len(ids)):  # as evenly over the tasks and their classes as it goes
+            order, labels = random.permutation(len(ids)), c.labels(ids)
+            groups = (block * (labels.max() + 1) + labels)[order]
+            at = np.sort(order[memory.ring(groups, c.fits(len(ids)))])
+            ids, block = ids[at], block[at]
+        return {}, {"ids": torch.from_numpy(ids), "block": torch.from_numpy(block)}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         if "rates" not in r.values:  # no memory yet
