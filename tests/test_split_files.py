@@ -204,11 +204,11 @@ def test_permuted_mnist_from_a_configuration(data_dir):
     assert [len(made.stream.test(k)) for k in range(3)] == [20] * 3
 
 
-@pytest.mark.parametrize("source", ["cifar10_60k_jpeg.npz", "cifar100_10k_2k.npz"])
 @pytest.mark.parametrize(("head", "clients", "alpha"), [("task", 5, 1e5), ("class", 50, 0.1)])
-def test_split_sequences_of_real_images(data_dir, source, head, clients, alpha):
+def test_split_sequences_of_real_images(data_dir, head, clients, alpha):
     """The paper's protocol: classes in the seed's order, both heads, 5 to 50 clients, both skews."""
-    data = ef.data.join_files({"images": source}, data_dir, limit=2000, test_limit=500)
+    sources = {"images": ["cifar100", "cifar100_10k_2k.npz"]}
+    data = ef.data.join_files(sources, data_dir, limit=2000, test_limit=500)
     streams = [
         ef.streams.classes(data, tasks=5, clients=clients, alpha=alpha, head=head, seed=seed)
         for seed in (1234, 1235)
