@@ -90,9 +90,9 @@ class Track(Part):
         """grad g - grad g_i, (clients, d)."""
         return c.down["g"] - c.mine["g"]
 
-    def own(self, c: Context) -> Tensor:
-        """grad g_i at the model received, (clients, d)."""
-        return c.mine["g"]
+    def first(self, c: Context) -> Tensor:
+        """The first step's direction, with every entry at x: grad g, (clients, d)."""
+        return c.down["g"].expand_as(c.mine["g"]).clone()
 
     def affine(self, c: Context) -> Affine | None:
         return None if self.iag else Affine(self.shift(c))
@@ -100,7 +100,7 @@ class Track(Part):
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
         if c.step == 0:  # every entry at x: the table's mean is grad g_i
             c.scratch["table"] = self._table(c)
-            c.scratch["direction"] = self.shift(c) + self.own(c)
+            c.scratch["direction"] = self.first(c)
             return g.copy_(c.scratch["direction"])
         for row, new in enumerate(g):
             j = c.picks[row][c.step]
@@ -316,8 +316,8 @@ class Once(CFlag):
         known = "g" in c.down and self.among(c)
         return c.down["g"] - c.mine["g"] if known else zeros_like(c.mine["g"])
 
-    def own(self, c: Context) -> Tensor:
-        return c.gradient(c.start)
+    def first(self, c: Context) -> Tensor:
+        return self.shift(c) + c.gradient(c.start)
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
         ids, about = self.drawn(c.mine["ids"][0], c.round, c), State()
