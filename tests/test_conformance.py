@@ -79,17 +79,18 @@ def test_fednova_equals_the_reference(rho):
 
 
 @pytest.mark.parametrize("adaptive", ["off", "average"])
-def test_iag_equals_the_reference(adaptive):
+@pytest.mark.parametrize(("iag", "batch"), [(True, 1), ("samples", 64)])
+def test_iag_equals_the_reference(adaptive, iag, batch):
     """One component a sample, drawn by the engine; the reference is told the same draws."""
     tasks, rounds = problem(3, tasks=2), 3
-    local = Local(lr=0.1, steps=5, batch=1)
-    settings = {"alpha": 0.1, "lipschitz": 2.0, "clip": 10.0, "memory": 99, "draw": 999}
+    local = Local(lr=0.1, steps=5, batch=batch)
+    settings = {"iag": iag, "alpha": 0.1, "lipschitz": 2.0, "clip": 10.0, "memory": 99, "draw": 999}
     method = ef.methods.cflag(adaptive=adaptive, printed=False, **settings)
     game = Game(method, tasks, rounds=rounds, local=local)
 
     def picks(t: int, i: int) -> list[int]:
         ids = game.stream.samples(i, t)
-        plan = batches(ids, local, 0, t, i, components=True)
+        plan = batches(ids, local, 0, t, i, components=iag)
         return [int(np.flatnonzero(ids == step[0])[0]) for step in plan.steps[1:]]
 
     drawn = [

@@ -185,6 +185,35 @@ def test_an_answer_that_comes_too_late_is_forgotten(place):
     assert [group for group in asked if group] == ["0", "1", "3", "4", "5", "6", "7"]
 
 
+@pytest.mark.parametrize("sample", [None, 2])
+def test_cflag_in_one_exchange(place, sample):
+    """The local engine's model, half the messages of a round, and the model sent once."""
+    changes = ["method.name=cflag", "method.lipschitz=1.0", "model.hidden=[100]", "stream.rounds=4"]
+    changes += [f"sample={sample}"] if sample else []
+    asked, sent = {}, {}
+    for exchanges in (1, 2):
+        own = [*changes, f"method.exchanges={exchanges}"]
+        got, records, grid = federated(place, own, folder=f"of{exchanges}")
+        expected = local(place, own)
+        assert distance(got, expected.vector.numpy()) < 1e-5
+        requests = [m for m in grid.requests if m.metadata.message_type != "query.hello"]
+        asked[exchanges] = len(requests)
+        sent[exchanges] = sum(size_of(m) for m in requests)
+        for metric in ("mb_up", "mb_down"):
+            ours = [r["value"] for r in records if r["metric"] == metric]
+            theirs = [r["value"] for r in expected.records if r["metric"] == metric]
+            assert ours == pytest.approx(theirs, rel=1e-4)
+    clients = sample or 3
+    assert asked[2] - asked[1] == 8 * clients  # rounds of both tasks
+    assert sent[1] < 0.85 * sent[2]
+
+
+def size_of(message: Message) -> int:
+    """Bytes of the arrays in a message."""
+    arrays = message.content.array_records.values()
+    return sum(len(array.data) for record in arrays for array in record.values())
+
+
 def test_clients_that_come_and_go_are_the_same(place):
     """A connected site that the stream has away is not asked; nobody at all is a lost round."""
     for method in ("scaffold", "ewc"):

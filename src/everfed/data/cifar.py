@@ -97,7 +97,7 @@ class _Array:
         _, shape, kind, columns_first, raw = state
         if kind.name not in ("u1", b"u1") or columns_first or not isinstance(raw, bytes):
             raise pickle.UnpicklingError("it holds an array of something else than bytes")
-        self.values = np.frombuffer(raw, np.uint8).reshape(shape)
+        self.values = np.frombuffer(bytearray(raw), np.uint8).reshape(shape)
 
 
 @dataclass

@@ -90,9 +90,9 @@ class Track(Part):
         """grad g - grad g_i, (clients, d)."""
         return c.down["g"] - c.mine["g"]
 
-    def own(self, c: Context) -> Tensor:
-        """grad g_i at the model received, (clients, d)."""
-        return c.mine["g"]
+    def first(self, c: Context) -> Tensor:
+        """The first step's direction, with every entry at x: grad g, (clients, d)."""
+        return c.down["g"].expand_as(c.mine["g"]).clone()
 
     def affine(self, c: Context) -> Affine | None:
         return None if self.iag else Affine(self.shift(c))
@@ -100,7 +100,7 @@ class Track(Part):
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
         if c.step == 0:  # every entry at x: the table's mean is grad g_i
             c.scratch["table"] = self._table(c)
-            c.scratch["direction"] = self.shift(c) + self.own(c)
+            c.scratch["direction"] = self.first(c)
             return g.copy_(c.scratch["direction"])
         for row, new in enumerate(g):
             j = c.picks[row][c.step]
@@ -199,7 +199,8 @@ class CFlag(Track):
         return True
 
     def client_init(self, w: Tensor) -> State:
-        return {"ids": torch.zeros(0, dtype=torch.int64)}
+        none = torch.zeros(0, dtype=torch.int64)
+        return {"ids": none, "block": none}
 
     def probe(self, w: Tensor, c: Context) -> tuple[State, State]:
         up, mine = super().probe(w, c)
@@ -257,7 +258,13 @@ class CFlag(Track):
         random = rng(c.seed, "memory", c.task, c.client)
         kept = memory.class_balanced(c.ids, c.labels(c.ids), self.memory, random)
         ids = np.concatenate([c.mine["ids"].numpy(), kept])
-        return {}, {"ids": torch.from_numpy(memory.uniform(ids, c.fits(len(ids)), random))}
+        block = np.concatenate([c.mine["block"].numpy(), np.full(len(kept), c.block)])
+        if len(ids) > c.fits(len(ids)):  # as evenly over the tasks and their classes as it goes
+            order, labels = random.permutation(len(ids)), c.labels(ids)
+            groups = (block * (labels.max() + 1) + labels)[order]
+            at = np.sort(order[memory.ring(groups, c.fits(len(ids)))])
+            ids, block = ids[at], block[at]
+        return {}, {"ids": torch.from_numpy(ids), "block": torch.from_numpy(block)}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         if "rates" not in r.values:  # no memory yet
@@ -309,8 +316,8 @@ class Once(CFlag):
         known = "g" in c.down and self.among(c)
         return c.down["g"] - c.mine["g"] if known else zeros_like(c.mine["g"])
 
-    def own(self, c: Context) -> Tensor:
-        return c.gradient(c.start)
+    def first(self, c: Context) -> Tensor:
+        return self.shift(c) + c.gradient(c.start)
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
         ids, about = self.drawn(c.mine["ids"][0], c.round, c), State()

@@ -2,8 +2,9 @@
 
 The file is what `everfed compare` takes, and a section [paper]: `what` it is, `figures` of each
 method by measure, `within` how near ours must come to a measure's figures, where it has to, and
-`claims` as "measure: method > method + points". [quick] and [full] have the settings that `--quick`
-and `--full` change: the latter gives the paper's own protocol where it asks for a GPU.
+`claims` as "measure: method + points > method + points". [quick] and [full] have the settings that
+`--quick` and `--full` change: the latter gives the paper's own protocol where it asks for a GPU.
+`base` names another preset, of which all but [paper] is taken where the file is silent.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def last(records: Sequence[Record], metric: str, tests: int) -> np.ndarray:
 MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "best 5": lambda records: 100 * best5(records),
     "ACC": lambda records: 100 * summarise(records).acc,
+    "Fgt": lambda records: 100 * summarise(records).forgetting,
     "BWT": lambda records: 100 * summarise(records).bwt,
     "worst drop": lambda records: 100 * summarise(records).worst_drop,
     "rounds to best": lambda records: summarise(records).rounds_to_best,
@@ -60,7 +62,8 @@ MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     for name, metric in (("AUC", "auc"), ("HR@5", "hr@5"), ("HR@10", "hr@10"),
                          ("NDCG@5", "ndcg@5"), ("NDCG@10", "ndcg@10"))
 }  # fmt: skip
-CLAIM = re.compile(r"(?P<measure>.+): (?P<a>\w+) (?P<than>>=?) (?P<b>\w+)(?: \+ (?P<by>[\d.]+))?")
+SIDE = r"(?P<{0}>\w+)(?: \+ (?P<{0}_by>[\d.]+))?"
+CLAIM = re.compile(rf"(?P<measure>.+): {SIDE.format('a')} (?P<than>>=?) {SIDE.format('b')}")
 #: by method, then seed by seed
 Values = Mapping[str, np.ndarray]
 
@@ -112,7 +115,8 @@ class Preset:
         values = found[parsed["measure"]]
         gap = float(values[parsed["a"]].mean() - values[parsed["b"]].mean())
         than = operator.gt if parsed["than"] == ">" else operator.ge
-        return Finding(claim, f"{gap:+.2f}", than(gap, float(parsed["by"] or 0)))
+        least = float(parsed["b_by"] or 0) - float(parsed["a_by"] or 0)
+        return Finding(claim, f"{gap:+.2f}", than(gap, least))
 
     def _close(self, found: Mapping[str, Values]) -> list[Finding]:
         return [
@@ -179,10 +183,18 @@ def said(values: np.ndarray) -> str:
 def read(name: str) -> Preset:
     """The preset of that name."""
     check(name)
-    values = tomllib.loads((reproduce.FOLDER / f"{name}.toml").read_text())
+    values = _values(name)
     paper = values.pop("paper")
     changes: dict[str, Any] = {
         size: values.pop(size) for size in ("quick", "full") if size in values
     }
     return Preset(name, paper["what"], paper["figures"], paper["claims"],
                   paper.get("within", {}), values, changes, commit())  # fmt: skip
+
+
+def _values(name: str) -> dict[str, Any]:
+    """A preset's file, with what it takes from its base."""
+    values = tomllib.loads((reproduce.FOLDER / f"{name}.toml").read_text())
+    if "base" not in values:
+        return values
+    return merged(_values(values.pop("base")) | {"paper": {}}, values)
