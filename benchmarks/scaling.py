@@ -227,8 +227,9 @@ def million() -> list[str]:
         "| after round | processor seconds | own GB | mapped GB |",
         rows,
         f"{first['samples']:,} samples of 32 numbers, {first['gigabytes']:.1f} GB in `.npy` files, "
-        f"2 to 40 of each user. Reading labels and owners and sorting users takes {ready['ready']:.1f} "
-        f"processor seconds before the first round; {100 * last['accuracy']:.1f} % right at the end. Mapped are the pages that "
+        "2 to 40 of each user. Reading labels and owners and sorting users takes "
+        f"{ready['ready']:.1f} processor seconds before the first round; "
+        f"{100 * last['accuracy']:.1f} % right at the end. Mapped are the pages that "
         "were read; the system may drop them.",
         "",
         "![Time and memory of a million users](million.png)",
