@@ -222,5 +222,5 @@ def codes(values: np.ndarray) -> np.ndarray:
     """
     if values.dtype.kind in "iu" and values.min() >= 0 and values.max() < 4 * len(values):
         numbers: np.ndarray = np.cumsum(np.bincount(values) > 0) - 1  # no need to sort
-        return numbers[values]
+        return np.asarray(numbers[values])
     return np.asarray(np.unique(values, return_inverse=True)[1])
