@@ -162,6 +162,7 @@ def test_din_learns_what_is_watched(popular, activation, tmp_path):
     assert math.isnan(found.acc)
     shown = {column.name for column in table.columns_of({"fedavg": [found]})}
     assert {"AUC %", "HR@10 %", "NDCG@10 %"} <= shown
+    assert "ACC %" not in shown
     assert "AUC %" in table.markdown({"fedavg": [found]})
     about = {"tasks": ["all"], "method": {"name": "fedavg"}, "seed": 0}
     page = gather({"fedavg": [Loaded(tmp_path / "a", about, run.records)]})

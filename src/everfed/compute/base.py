@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -141,13 +141,11 @@ class Compute(ABC):
     def renew(self, w: Tensor, batches: Iterable[Tensor]) -> None:  # noqa: B027 - as most have none
         """Take running statistics anew, over these inputs, at the only client's model w."""
 
-    @contextmanager
-    def narrowed(self, start: Tensor, rows: Tensor) -> Iterator[Tensor]:
+    def narrowed(self, start: Tensor, rows: Tensor) -> AbstractContextManager[Tensor]:
         """Room for one model that begins at `start` and has only these rows (sorted, 0 among them)
         of its table, (1, d'); inputs are then places in `rows`. Afterwards the whole model is in
         `space(1)`."""
         raise NotImplementedError
-        yield
 
     def forward(self, w: Tensor, x: Tensor, train: bool, buffers: Tensor | None = None) -> Seen:
         """A batch's way through the model w, (d,), with gradients in both, and with other running

@@ -215,6 +215,12 @@ def _titles(
 
 
 def codes(values: np.ndarray) -> np.ndarray:
-    """Whole numbers from 0 without gaps."""
-    codes: np.ndarray = np.unique(values, return_inverse=True)[1]
-    return codes
+    """Whole numbers from 0 without gaps, in the order of the values.
+
+    >>> codes(np.array([7, 3, 7, 12]))
+    array([1, 0, 1, 2])
+    """
+    if values.dtype.kind in "iu" and values.min() >= 0 and values.max() < 4 * len(values):
+        numbers: np.ndarray = np.cumsum(np.bincount(values) > 0) - 1  # no need to sort
+        return np.asarray(numbers[values])
+    return np.asarray(np.unique(values, return_inverse=True)[1])

@@ -29,16 +29,16 @@ class Column:
     more: bool | None = None  #: whether more is better (None: neither)
     narrow: bool = True  #: whether a narrow table has it, too
     digits: int = 1
-    always: bool = True  #: whether it is there where no run knows it
+    ranks: bool = False  #: whether it is of candidates that are ranked
 
 
 COLUMNS = (
     Column("ACC %", "acc", 100, "mean accuracy over all tasks at the end", True),
-    Column("AUC %", "auc", 100, "pairs in which the better candidate is ahead", True, always=False),
-    Column("HR@5 %", "hr_5", 100, "lists whose item is in the first 5", True, False, always=False),
-    Column("HR@10 %", "hr_10", 100, "lists whose item is in the first 10", True, always=False),
-    Column("NDCG@5 %", "ndcg_5", 100, "the same, by place", True, False, always=False),
-    Column("NDCG@10 %", "ndcg_10", 100, "the same, by place", True, always=False),
+    Column("AUC %", "auc", 100, "pairs in which the better candidate is ahead", True, ranks=True),
+    Column("HR@5 %", "hr_5", 100, "lists whose item is in the first 5", True, False, ranks=True),
+    Column("HR@10 %", "hr_10", 100, "lists whose item is in the first 10", True, ranks=True),
+    Column("NDCG@5 %", "ndcg_5", 100, "the same, by place", True, False, ranks=True),
+    Column("NDCG@10 %", "ndcg_10", 100, "the same, by place", True, ranks=True),
     Column("BWT", "bwt", 100, "what became of earlier tasks; negative: forgotten", True),
     Column("forgetting", "forgetting", 100, "accuracy lost on earlier tasks, -BWT", False, False),
     Column("worst drop", "worst_drop", 100, "the largest loss on one earlier task", True),
@@ -76,13 +76,16 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def columns_of(runs: Summaries) -> list[Column]:
-    """The columns of a table of these runs."""
+    """The columns of a table of these runs: where candidates are ranked, all that is known; else
+    all that is not of ranking."""
     everyone = [summary for own in runs.values() for summary in own]
 
     def known(column: Column) -> bool:
         return not all(math.isnan(getattr(summary, column.attribute)) for summary in everyone)
 
-    return [column for column in COLUMNS if column.always or known(column)]
+    if any(column.ranks and known(column) for column in COLUMNS):
+        return [column for column in COLUMNS if known(column)]
+    return [column for column in COLUMNS if not column.ranks]
 
 
 def cells(runs: Summaries) -> dict[str, list[Cell]]:

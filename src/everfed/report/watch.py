@@ -145,10 +145,10 @@ def _state(tail: Tail, pace: float) -> Text:
 
 
 def _curve(records: Sequence[Record]) -> list[float]:
-    """Mean accuracy over the tasks tested, round by round, in %."""
+    """Mean accuracy (or AUC) over the tasks tested, round by round, in %."""
     tests: dict[int, list[float]] = {}
     for r in records:
-        if r["metric"] == "accuracy" and not r.get("end") and r["value"] is not None:
+        if r["metric"] in ("accuracy", "auc") and not r.get("end") and r["value"] is not None:
             tests.setdefault(r["round"], []).append(100 * r["value"])
     return [float(np.mean(tests[at])) for at in sorted(tests)]
 

@@ -46,6 +46,12 @@ def last(records: Sequence[Record], metric: str, tests: int) -> np.ndarray:
     ]
 
 
+def swing(tests: np.ndarray) -> float:
+    """How unsteady tests are, whatever their trend: the standard deviation of one, from the
+    differences of consecutive ones."""
+    return float(np.diff(tests).std() / np.sqrt(2))
+
+
 #: what a paper reports, from a run's records; shares in percent
 MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "best 5": lambda records: 100 * best5(records),
@@ -56,7 +62,7 @@ MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "rounds to best": lambda records: summarise(records).rounds_to_best,
     "information loss": information_loss,
     "last 10": lambda records: 100 * float(last(records, "accuracy", 10).mean()),
-    "swing": lambda records: 100 * float(last(records, "accuracy", 50).std()),
+    "swing": lambda records: 100 * swing(last(records, "accuracy", 50)),
 } | {
     name: lambda records, metric=metric: 100 * float(last(records, metric, 5).mean())
     for name, metric in (("AUC", "auc"), ("HR@5", "hr@5"), ("HR@10", "hr@10"),

@@ -120,7 +120,8 @@ def given(
         small = takes_part & (counts < least) & (counts > 0)
         few = f"{small.sum()} of {np.sum(takes_part & (counts > 0))} users with fewer than {least}"
         lost = f"{few} samples are left out, {counts[small].sum()} samples"
-        data = replace(data, notes=(*data.notes, lost)) if small.any() else data
+        if small.any() and lost not in data.notes:
+            data = replace(data, notes=(*data.notes, lost))
         takes_part &= counts >= least
     if not takes_part.any():
         raise EverfedError(
@@ -134,7 +135,8 @@ def given(
     order = np.argsort(pair, kind="stable")
     starts = np.zeros(tasks * len(users) + 1, dtype=np.int64)
     np.cumsum(np.bincount(pair, minlength=len(starts) - 1), out=starts[1:])
-    settings = {"least": least, "test": test} | ({} if test == "data" else {"share": share})
+    settings: dict[str, Any] = {} if test == "data" else {"test": test, "share": share}
+    settings |= {"least": least} if least > 1 else {}
     return Given(data, rounds, users, ids[order], starts, held, settings)
 
 
