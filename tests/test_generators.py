@@ -18,11 +18,14 @@ from everfed.compute import choose
 from everfed.engines.local import LocalEngine
 from everfed.generators import Generator, noise, picks, smoothed
 from everfed.local import Local
+from everfed.methods.fedcil import critic_loss, maker_loss
 from everfed.methods.lwf import distillation
 from everfed.methods.mfcl import divergence, imbalance, normal_kl
 from everfed.methods.target import disagreement, distance
 from everfed.round import Federation, Rounds
 from everfed.server import AtServer
+from test_continual import Normed as DropOut
+from test_continual import Odd
 
 LR = 0.3
 
@@ -43,19 +46,24 @@ def plain():
     return ef.data.digits(["plain"])
 
 
-def begun(method, data, model, tasks=5, rounds=8, clients=2, local=None):
+def begun(
+    method, data, model, *, tasks=5, rounds=8, clients=2, local=None, end=True, stream=None,
+    sample=None,
+):  # fmt: skip
     """A federation that has played its first task of new classes and that task's end."""
-    stream = ef.streams.classes(data, tasks=tasks, clients=clients, rounds=rounds, seed=0)
+    played = rounds if end else 8
+    stream = stream or ef.streams.classes(data, tasks=tasks, clients=clients, rounds=played, seed=0)
     torch.manual_seed(0)
     compute = choose(model(), data.x[0], torch.device("cpu"), "float32", "auto")
     local = local or Local(lr=0.1, epochs=2)
     program = ClientProgram(method, compute, stream, data, local, 0)
     states = [part.init(compute.weights(), compute.layout) for part in method.parts]
     fed = Federation(compute.weights(), compute.read_buffers(), states)
-    rounds_ = Rounds(method, stream, local, LocalEngine(program, 1), None, 0)
+    rounds_ = Rounds(method, stream, local, LocalEngine(program, 1), sample, 0)
     for _ in range(rounds):
         rounds_.play(fed)
-    rounds_.end_task(fed)
+    if end:
+        rounds_.end_task(fed)
     return fed, rounds_, program
 
 
@@ -284,15 +292,16 @@ def test_classes_to_come_stay(plain, name):
 
 
 # the whole ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["target", "mfcl"])
+@pytest.mark.parametrize("name", ["target", "mfcl", "fedcil"])
 def test_less_is_forgotten(plain, name):
     """Two digits at a time, three times: FedAvg knows the last two."""
-    sizes = {"target": {"batches": 4, "size": 64, "width": 8, "warmup": 9},
-             "mfcl": {"size": 64, "width": 8, "iterations": 50}}  # fmt: skip
-    some = replace(plain, train=plain.train[plain.y[plain.train] < 6],
-                   test=plain.test[plain.y[plain.test] < 6])  # fmt: skip
-    some = ef.data.arrays(some.x[some.train], some.y[some.train],
-                          test=(some.x[some.test], some.y[some.test]))  # fmt: skip
+    sizes = {"target": {"kd": 3.0, "batches": 4, "size": 64, "width": 8, "warmup": 9},
+             "mfcl": {"size": 64, "width": 8, "iterations": 50},
+             "fedcil": {"width": 8, "lam": 0.0, "iterations": 10}}  # fmt: skip
+    train, test = (ids[plain.y[ids].numpy() < 6] for ids in (plain.train, plain.test))
+    some = ef.data.arrays(
+        plain.x[train], plain.y[train], test=(plain.x[test], plain.y[test]), name="six digits"
+    )
     stream = ef.streams.classes(some, tasks=3, clients=3, rounds=5)
     options = {"local": Local(lr=0.1, epochs=2), "workers": 1, "seed": 1}
     accs = [
@@ -303,12 +312,156 @@ def test_less_is_forgotten(plain, name):
     assert accs[1] > accs[0] + 0.1
 
 
-@pytest.mark.parametrize("name", ["target", "mfcl"])
+@pytest.mark.parametrize("name", ["target", "mfcl", "fedcil"])
 def test_inputs_beyond_the_generators_range_are_named(plain, name):
-    sizes = {"size": 8, "width": 2, "latent": 4}
+    sizes = {"size": 8, "width": 2, "latent": 10}
     sizes |= {"batches": 1, "steps": 1} if name == "target" else {"iterations": 1}
     wide = replace(plain, x=2 * plain.x - 1)
     stream = ef.streams.classes(wide, tasks=2, clients=2, rounds=1)
     method = getattr(ef.methods, name)(**sizes)
     with pytest.raises(ef.EverfedError, match=r"\[0, 1\]"):
         ef.run(method, stream, layers(64, 8, 10), workers=1)
+
+
+TINY = {
+    "target": {"batches": 2, "steps": 2, "warmup": 1, "student": 2, "size": 8, "width": 2},
+    "mfcl": {"iterations": 2, "size": 8, "width": 2},
+    "fedcil": {"iterations": 2, "size": 8, "width": 2},
+    "pfeddil": {},
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_odd_clients_and_normed_models(digits, name):
+    """Clients with nothing or a single sample, BatchNorm and dropout."""
+    method = getattr(ef.methods, name)(**TINY[name])
+    result = ef.run(method, Odd(digits), DropOut, local=Local(lr=0.02), workers=1)
+    assert result.summary.lost_rounds == 0
+    assert torch.isfinite(result.vector).all()
+    assert all(torch.isfinite(buffer).all() for buffer in result.model.buffers())
+    assert not [text for text in result.warnings if "dropped" in text]
+
+
+@pytest.mark.parametrize("name", ["target", "mfcl", "fedcil"])
+def test_targets_that_are_not_classes(name):
+    x = np.random.default_rng(0).random((120, 4)).astype(np.float32)
+    data = ef.data.arrays(x, x[:, 0], task=np.repeat([0, 1], 60))
+    stream = ef.streams.domains(data, clients=3, alpha=None, rounds=1)
+    method = getattr(ef.methods, name)(**TINY[name])
+    with pytest.raises(ef.EverfedError, match="needs one class a sample"):
+        ef.run(
+            method, stream, ef.models.mlp(4, 8, 1), workers=1,
+            loss=lambda z, y: (z[:, 0] - y).square(),
+        )  # fmt: skip
+
+
+# FedCIL -------------------------------------------------------------------------------------------
+SMALL = {"latent": 12, "width": 4, "size": 16}
+
+
+def test_fedcils_losses_by_hand():
+    """D(real) = .8 and D(fake) = .3, classes with .7 and .6."""
+    on_real, on_fake = torch.tensor([0.8 / 0.2]).log(), torch.tensor([0.3 / 0.7]).log()
+    nll_real, nll_fake = -torch.tensor(0.7).log(), -torch.tensor(0.6).log()
+    critic = float(critic_loss(on_real, on_fake, nll_fake) + nll_real)
+    assert critic == pytest.approx(1.447319, abs=1e-6)
+    assert float(maker_loss(on_fake, nll_fake)) == pytest.approx(1.714798, abs=1e-6)
+
+
+def test_fedcil_follows_its_formula(plain):
+    """One client, one step a round, in the second round, when the head says something already."""
+    method = ef.methods.fedcil(lam=0.0, rate=1e-3, iterations=0, **SMALL)
+    local = Local(lr=LR, steps=1, batch=32)
+    fed, rounds, program = begun(
+        method, plain, layers(64, 12, 10), rounds=1, clients=1, local=local, end=False
+    )
+    before, theta, adv = fed.w.clone(), fed.parts[0]["theta"], fed.parts[0]["adv"]
+    rounds.play(fed)
+    ids = rng(0, "batches", 1, 0).permutation(rounds.stream.samples(0, 1))[:32]
+    x, y = plain.x[ids], plain.y[ids]
+    code = noise(rng(0, "generated batch", 1, 0, 0), 32, 12, before)
+    code[:, :10] = F.one_hot(y, 10).float()
+    theta = theta.clone().requires_grad_()
+    fake, module = Generator((1, 8, 8), 12, 4)(theta, code), modules(program, before)
+    body, head, two = module[:-1], module[-1], rounds.stream.known(1).nonzero()[:, 0]
+
+    def judged(x):
+        features = body(x)
+        right = torch.sigmoid(features @ adv[:-1] + adv[-1])
+        p = torch.softmax(head(features)[:, two], 1)
+        return right, p[torch.arange(len(y)), torch.searchsorted(two, y)]
+
+    (d, p), (d_fake, p_fake) = judged(x), judged(fake.detach())
+    (-d.log() - p.log() - (1 - d_fake).log() - p_fake.log()).mean().backward()
+    slope = torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+    torch.testing.assert_close(fed.w, before - LR * slope, rtol=1e-4, atol=1e-5)
+    # Adam's first step moves every parameter against the sign of its gradient, by the rate
+    d_fake, p_fake = judged(fake)
+    (-d_fake.log() - p_fake.log()).mean().backward()
+    moved = (fed.parts[0]["theta"] - theta).detach()
+    clear = theta.grad.abs() > 1e-6
+    assert clear.float().mean() > 0.5
+    torch.testing.assert_close(moved[clear], -1e-3 * theta.grad[clear].sign(), rtol=0.02, atol=0)
+
+
+def test_fedcils_generator_makes_what_it_asks_for(plain):
+    method = ef.methods.fedcil(iterations=10, latent=16, width=8)
+    fed, rounds, program = begun(
+        method, plain, layers(64, 32, 10), local=Local(lr=0.1, epochs=2), rounds=8
+    )
+    part, state = method.parts[0], fed.parts[0]
+    seen = torch.tensor(rounds.stream.task_classes[0]).sort().values
+    y = seen.repeat(100)
+    x = part.make(state["theta"], y, (1, 8, 8), np.random.default_rng(0), 10)
+    found = seen[program.compute.logits(fed.w, x)[:, seen].argmax(1)]
+    assert float((found == y).double().mean()) > 0.9
+
+
+def test_fedcil_replays_a_clients_own_past(plain):
+    """Its own generator of the task's end, and labels of its own classes; also where it was not
+    among the last round's clients."""
+    method = ef.methods.fedcil(iterations=2, **SMALL)
+    stream = ef.streams.classes(plain, tasks=5, clients=4, rounds=2, alpha=0.1, seed=0)
+    fed, rounds, _ = begun(method, plain, layers(64, 8, 10), stream=stream, rounds=2, sample=2)
+    ended = {i: {k: v.clone() for k, v in own[0].items()} for i, own in fed.clients.items()}
+    assert len({tuple(own["theta"].tolist()) for own in ended.values()}) == len(ended)
+    for own in ended.values():
+        assert not len(own["frozen"])
+    rounds.sample = None
+    for _ in range(2):
+        rounds.play(fed)
+        for i, (own,) in fed.clients.items():
+            if i in ended:
+                held = {int(k) for k in plain.y[stream.samples(i, 0)]}
+                assert torch.equal(own["frozen"], ended[i]["theta"])
+                assert set(own["past"].nonzero()[:, 0].tolist()) == held
+                assert not torch.equal(own["theta"], own["frozen"])
+            else:  # it met its first data in this task
+                assert not len(own["frozen"])
+
+
+def test_fedcil_consolidates_without_data(plain):
+    """All three networks move; with no iteration they are the weighted means."""
+    method = ef.methods.fedcil(iterations=4, **SMALL)
+    fed, _, program = begun(method, plain, layers(64, 12, 10), rounds=1)
+    part, s = method.parts[0], fed.parts[0]
+    nets = [fed.w, s["adv"], s["theta"]]
+    sources = list(zip(s["newest"], s["newest_classes"], strict=True))
+    made = []
+    for data in (plain, replace(plain, x=torch.full_like(plain.x, torch.nan))):
+        server = AtServer(replace(program, data=data), fed.buffers, 0)
+        made.append(part.consolidate(nets, sources, server))
+    for one, other, net in zip(*made, nets, strict=True):
+        assert torch.equal(one, other)
+        assert (one - net).abs().max() > 1e-4
+    plainly = ef.methods.fedcil(iterations=0, **SMALL)
+    fed, rounds, _ = begun(plainly, plain, layers(64, 12, 10), rounds=1, end=False)
+    sizes = [len(rounds.stream.samples(i, 0)) for i in (0, 1)]
+    mean = np.average(fed.parts[0]["newest"].numpy(), axis=0, weights=sizes)
+    np.testing.assert_allclose(fed.parts[0]["theta"].numpy(), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_fedcil_needs_room_for_a_code_of_every_class(plain):
+    stream = ef.streams.classes(plain, tasks=2, clients=2, rounds=1)
+    with pytest.raises(ef.EverfedError, match="latent = 10"):
+        ef.run(ef.methods.fedcil(latent=6), stream, layers(64, 8, 10), workers=1)

@@ -53,7 +53,8 @@ class Data:
         some = self.x[:: max(1, len(self.x) // 1000)].contiguous()
         total = 0
         for tensor in (self.y, some):
-            total = crc32(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data, total)
+            own = tensor.contiguous().reshape(-1).view(torch.uint8)
+            total = crc32(own.cpu().numpy().data, total)
         return f"{self.name}: {len(self.train)} + {len(self.test)} samples, {total:08x}"
 
     @property

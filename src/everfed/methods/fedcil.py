@@ -69,8 +69,9 @@ class AcGan(Part):
 
     reduces = {"theta": "stack", "classes": "stack", "weight": "stack", "adv": "mean"}
     lam: NonNegativeFloat = 0.5
-    rate: PositiveFloat = 1e-3
+    rate: PositiveFloat = 0.01
     iterations: NonNegativeInt = 50
+    server_rate: PositiveFloat = 2e-4
     size: PositiveInt = 32
     latent: PositiveInt = 64
     width: PositiveInt = 16
@@ -117,14 +118,13 @@ class AcGan(Part):
         w, adv, theta = (net.detach().requires_grad_() for net in nets)
         seen = forward(w, x)
         fake = self.make(theta, y, x.shape[1:], random, seen.z.shape[1])
-        on_fake = forward(w, fake.detach())
-        loss = critic_loss(real(adv, seen), real(adv, on_fake), F.cross_entropy(on_fake.z, y))
+        on_fake = forward(w, fake)
+        judged = (real(adv, on_fake), F.cross_entropy(on_fake.z, y))
+        loss = critic_loss(real(adv, seen), *judged)
         if nll:
             loss = loss + F.cross_entropy(seen.z, y)
-        model = torch.autograd.grad(loss, [w, adv])
-        on_fake = forward(w, fake)
-        loss = maker_loss(real(adv, on_fake), F.cross_entropy(on_fake.z, y))
-        return [*model, *torch.autograd.grad(loss, theta)]
+        model = torch.autograd.grad(loss, [w, adv], retain_graph=True)
+        return [*model, *torch.autograd.grad(maker_loss(*judged), theta)]
 
     # clients ---------------------------------------------------------------------------------
     def begun(self, c: Context) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class AcGan(Part):
     ) -> list[Tensor]:
         """Model, head and generator after training on batches of each source in turn."""
         nets = [net.clone() for net in nets]
-        descent = adam([{"params": nets}], self.rate)
+        descent = adam([{"params": nets}], self.server_rate)
         random = rng(server.seed, "consolidation", server.round)
 
         def forward(v: Tensor, x: Tensor) -> Seen:
@@ -245,8 +245,9 @@ class AcGan(Part):
 @register("Qi et al. 2023")
 def fedcil(
     lam: NonNegativeFloat = 0.5,
-    rate: PositiveFloat = 1e-3,
+    rate: PositiveFloat = 0.01,
     iterations: NonNegativeInt = 50,
+    server_rate: PositiveFloat = 2e-4,
     size: PositiveInt = 32,
     latent: PositiveInt = 64,
     width: PositiveInt = 16,
@@ -256,11 +257,13 @@ def fedcil(
 
     Args:
         lam: weight of the consistency with the server's generator.
-        rate: learning rate of generators and heads, and of the consolidation.
+        rate: learning rate of the clients' generators and heads.
         iterations: of the consolidation in a round; 0 leaves the plain average.
+        server_rate: learning rate of the consolidation.
         size: inputs in each.
         latent: numbers of noise for each input, at least as many as classes.
         width: channels of the generator.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
-    return Method(AcGan(lam, rate, iterations, size, latent, width), average=average, name="fedcil")
+    part = AcGan(lam, rate, iterations, server_rate, size, latent, width)
+    return Method(part, average=average, name="fedcil")

@@ -60,10 +60,10 @@ class Synthesis(Part):
     kd: NonNegativeFloat = 25.0
     temperature: PositiveFloat = 2.0
     batches: PositiveInt = 20
-    size: PositiveInt = 256
-    steps: PositiveInt = 20
+    size: PositiveInt = 128
+    steps: PositiveInt = 10
     warmup: NonNegativeInt = 10
-    student: PositiveInt = 40
+    student: PositiveInt = 20
     bn: NonNegativeFloat = 10.0
     ce: NonNegativeFloat = 0.5
     adv: NonNegativeFloat = 1.0
@@ -158,10 +158,10 @@ def target(
     kd: NonNegativeFloat = 25.0,
     temperature: PositiveFloat = 2.0,
     batches: PositiveInt = 20,
-    size: PositiveInt = 256,
-    steps: PositiveInt = 20,
+    size: PositiveInt = 128,
+    steps: PositiveInt = 10,
     warmup: NonNegativeInt = 10,
-    student: PositiveInt = 40,
+    student: PositiveInt = 20,
     bn: NonNegativeFloat = 10.0,
     ce: NonNegativeFloat = 0.5,
     adv: NonNegativeFloat = 1.0,
