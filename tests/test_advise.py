@@ -116,7 +116,7 @@ def test_a_run_is_read_and_its_configuration_kept(tmp_path):
     assert tomllib.loads(text)["local"]["lr"] == 0.07
     (tmp_path / "advised.toml").write_text(text)
     assert configs.read(tmp_path / "advised.toml").stream["rounds"] == 3
-    assert "--set changes" in everfed("advise", place, "--set", "seed=1").stderr
+    assert "--set changes" in everfed("advise", place, "--set", "seed=1", expect=1).stderr
 
 
 def test_a_run_without_meters_says_so(tmp_path):
