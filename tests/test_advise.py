@@ -126,6 +126,14 @@ def test_a_run_without_meters_says_so(tmp_path):
         advise.advise(advise.read(load(tmp_path / "short")))
 
 
+def test_samples_at_sites_have_no_pilot(tmp_path):
+    path = tmp_path / "sites.toml"
+    path.write_text(
+        "[data]\nname = 'sites'\nshape = [64]\nclasses = 10\n[stream]\nname = 'sites'\n"
+    )
+    assert "live at the sites" in everfed("advise", path, expect=1).stderr
+
+
 def test_a_pilot_is_the_beginning_of_each_task(digits):
     whole = ef.streams.domains(digits, clients=4, rounds=5).seeded(3)
     short = Pilot(whole, 2, 2)
