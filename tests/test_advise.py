@@ -116,7 +116,7 @@ def test_a_run_is_read_and_its_configuration_kept(tmp_path):
     assert tomllib.loads(text)["local"]["lr"] == 0.07
     (tmp_path / "advised.toml").write_text(text)
     assert configs.read(tmp_path / "advised.toml").stream["rounds"] == 3
-    assert "--set changes" in everfed("advise", place, "--set", "seed=1").stderr
+    assert "--set changes" in everfed("advise", place, "--set", "seed=1", expect=1).stderr
 
 
 def test_a_run_without_meters_says_so(tmp_path):
@@ -124,6 +124,14 @@ def test_a_run_without_meters_says_so(tmp_path):
     ef.run(ef.methods.fedavg(), stream, ef.models.mlp(64, 8, 10), folder=tmp_path / "short")
     with pytest.raises(EverfedError, match="no drift meters"):
         advise.advise(advise.read(load(tmp_path / "short")))
+
+
+def test_samples_at_sites_have_no_pilot(tmp_path):
+    path = tmp_path / "sites.toml"
+    path.write_text(
+        "[data]\nname = 'sites'\nshape = [64]\nclasses = 10\n[stream]\nname = 'sites'\n"
+    )
+    assert "live at the sites" in everfed("advise", path, expect=1).stderr
 
 
 def test_a_pilot_is_the_beginning_of_each_task(digits):

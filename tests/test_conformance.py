@@ -208,6 +208,8 @@ CFL = [
 ]
 PAIRS = [
     (ef.methods.fedprox(0.1), ef.methods.special(0.25)),
+    (ef.methods.fedprox(0.1), ef.methods.fedeve(gain="layer")),
+    (ef.methods.scaffold(), ef.methods.fedeve()),
     (ef.methods.scaffold(), ef.methods.special(0.25)),
     (ef.methods.ewc(1.0), ef.methods.fedadam()),
     (ef.methods.fedcurv(0.1), ef.methods.fedavgm()),

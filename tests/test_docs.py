@@ -70,7 +70,7 @@ def play(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert not missing, f"{page} shows {missing}, which is not in\n{said}"
 
 
-@pytest.mark.parametrize("page", ["tutorial.md", "own_method.md"])
+@pytest.mark.parametrize("page", ["tutorial.md", "own_method.md", "drift.md"])
 def test_what_a_page_tells_to_type_works(page, tmp_path, monkeypatch):
     play(page, tmp_path, monkeypatch)
 

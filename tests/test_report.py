@@ -87,10 +87,15 @@ def test_methods_own_measures_have_their_charts(runs):
     page = gather(collect(sorted(runs.iterdir())))
     titles = [panel.title for panel in page.panels]
     for title in (
-        "Traffic", "Time", "Kalman gain", "Drift variances", "Distance to the anchor",
+        "Traffic", "Time", "Period drift", "Client drift", "Signal to noise", "Update",
+        "Kalman gain", "Drift variances", "Distance to the anchor",
         "Forgetting term Γ", "Transference and interference",
     ):  # fmt: skip
         assert title in titles
+    turn = page.panels[titles.index("Period drift")]
+    assert turn.labels[0] == "measured"
+    assert all(curve.x == [2, 3, 4, 5, 6] for curve in turn.lines[0])
+    assert all(max(curve.y) <= 1 for curve in turn.lines[1])
     gain = page.panels[titles.index("Kalman gain")]
     assert [curve is not None for curve in gain.lines[0]] == [m == "fedeve" for m in page.methods]
     assert page.stream.classes == [str(c) for c in range(10)]
@@ -371,6 +376,20 @@ def test_without_skew_the_estimate_is_what_chance_gives(digits):
     seen = drift.look(ef.streams.static(digits, clients=10, alpha=None, rounds=4), seed=0)
     skew = seen.tasks[0].skew
     assert skew.value == pytest.approx(skew.chance, rel=0.25)
+
+
+def test_cohorts_show_period_drift_and_client_drift(digits):
+    """Few skewed clients make rounds and clients differ; all of them in every round, only clients;
+    clients of equal random parts, neither beyond chance."""
+    skewed = ef.streams.static(digits, clients=20, alpha=0.1, rounds=20)
+    few, everyone = drift.cohorts(skewed, 4, 0), drift.cohorts(skewed, None, 0)
+    assert few.size == 4
+    assert few.period.value > 3 * few.period.chance
+    assert (everyone.period.value, everyone.size) == (0, 20)
+    assert min(few.client.value, everyone.client.value) > 0.4
+    plain = drift.cohorts(ef.streams.static(digits, clients=20, alpha=None, rounds=20), 4, 0)
+    assert plain.period.value < 1.5 * plain.period.chance
+    assert plain.client.value < 1.5 * plain.client.chance
 
 
 def test_input_drift_is_the_distance_of_means():

@@ -43,9 +43,15 @@ def federated(path, changes=("method.name=fedavg",), spoil=None):
     return model(home / "run"), read_records(home / "run")[0], grid
 
 
-@pytest.mark.parametrize("method", ["fedavg", "special", "fedeve", "scaffold", "fedtrack", "ewc"])
+LAYERS = ("fedeve", "method.gain=layer")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [("fedavg",), ("special",), ("fedeve",), LAYERS, ("scaffold",), ("fedtrack",), ("ewc",)],
+)
 def test_the_model_is_the_local_engines_up_to_rounding(place, method):
-    changes = [f"method.name={method}"]
+    changes = [f"method.name={method[0]}", *method[1:]]
     got, records, _ = federated(place, changes)
     expected = local(place, [*changes, "method.average=uniform"])
     # rounding errors of four rounds, carried on by training

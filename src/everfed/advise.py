@@ -28,6 +28,7 @@ from everfed.records import Loaded
 from everfed.runs import Progress
 from everfed.streams.drift import total_variation
 from everfed.streams.pilot import Pilot
+from everfed.streams.sites import Sites
 
 #: accuracy that may be lost on earlier tasks before something is done about it
 LOST = 0.05
@@ -58,6 +59,7 @@ class Signs:
     growing: bool  #: whether classes arrive task by task
     stateless: bool  #: whether clients cannot keep anything
     present: float  #: share of the clients that is in a round; NaN: not known
+    tasks: int = 1  #: that were played
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ def pilot(
     on_round: Callable[[Progress], None] | None = None,
 ) -> Loaded:
     """A short run, on the first rounds of the first tasks."""
+    if isinstance(made.stream, Sites):
+        raise EverfedError("the samples live at the sites: give the folder of a run there instead")
     tasks = min(TASKS, len(made.stream.tasks))
     short = Pilot(made.stream, tasks, max(1, rounds // tasks))
     done = configs.Experiment(made.method, short, made.model, made.options, made.terms).go(
@@ -118,6 +122,7 @@ def read(run: Loaded) -> Signs:
         run.about.get("head", "shared") != "shared",
         bool(run.about.get("stateless", False)),
         float(np.median(counted)) / stream.get("clients", math.nan) if counted else math.nan,
+        1 + max((r["task"] for r in run.records), default=0),
     )
 
 
@@ -125,11 +130,13 @@ def advise(signs: Signs, keep: bool = True) -> Advice:
     """A method for data that show these signs; `keep`: whether clients may keep samples."""
     if signs.drift is None:
         raise EverfedError(
-            "the run has no drift meters (they need two rounds, and everfed of this version): "
-            "give a configuration instead, and a pilot is run"
+            "the run has no drift meters (they need three rounds or more, of this version of "
+            "everfed): give a configuration instead, and a pilot is run"
         )
     seldom = signs.stateless or signs.present < SELDOM
     seen = _seen(signs.drift)
+    if signs.tasks > 1 and math.isnan(signs.lost):
+        seen += ("no accuracy was measured at the tasks' ends: what is forgotten is not known",)
     if signs.lost > LOST:
         return _against_forgetting(signs, keep, seldom, seen)
     if signs.changed > CHANGED and keep and not seldom:

@@ -220,7 +220,7 @@ def stream(
     """Look at a stream before training: sizes, label skew, drift."""
     from everfed import config as configs
     from everfed.report import stream as seeing
-    from everfed.streams.drift import look
+    from everfed.streams.drift import cohorts, look
 
     settings = configs.read(config, changes or [])
     made = configs.experiment(settings).stream.seeded(settings.seed)
@@ -234,6 +234,9 @@ def stream(
         out.print("Online: {} to {} clients in a round.".format(*seen.online), highlight=False)
     if len(seen.clients) < made.clients:
         out.print(f"Looked at {len(seen.clients)} of {made.clients} clients.", highlight=False)
+    drawn = cohorts(made, settings.sample, settings.seed)
+    if drawn is not None:
+        out.print(f"{drawn} What that does to training: everfed advise.", highlight=False)
     seeing.picture(made, seen, picture)
     out.print(f"picture: {picture}", markup=False, highlight=False, soft_wrap=True)
 

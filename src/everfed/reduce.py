@@ -96,7 +96,7 @@ class Reducer:
             sums = self._reduced(uploads, weights)
         self.n += len(rows)
         self.weight += float(weights.sum())
-        self.weight_sq += float(weights.double().square().sum())
+        self.weight_sq += float(weights.cpu().double().square().sum())
         self.lengths += float(sums.pop("lengths", 0.0))
         if self.whole:
             self.weights |= dict(zip([clients[i] for i in rows], weights.tolist(), strict=True))
@@ -117,10 +117,9 @@ class Reducer:
             factors = weights.to(flat) if kind == "mean" else ones
             out[key] = (factors @ flat).reshape(value.shape[1:])
             if key == "update" and self.pieces:
-                own = torch.stack(
-                    [squares(part) for part in torch.split(flat, list(self.pieces), 1)], 1
-                )
-                out["lengths"] = weights.double().to(own) @ own.sum(1)
+                cut = torch.split(flat, list(self.pieces), 1)
+                own = torch.stack([squares(part) for part in cut], 1)
+                out["lengths"] = weights.cpu().double() @ own.sum(1)
             if key == "update" and self.spread:
                 same = bool((weights == weights[0]).all())
                 out["plain"] = out[key] / factors[0] if same else ones @ flat

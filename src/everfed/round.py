@@ -431,10 +431,10 @@ class Rounds:
         if reducer.whole:  # what the clients say, not what a part makes of it
             mean = reducer.mean_of("update").to(fed.w)
         # beside a mean with noise the lengths would say nothing of the spread, or too much
-        told = reducer.pieces and not self.method.using("receive")
+        told = reducer.pieces and reducer.weight and not self.method.using("receive")
         length = reducer.lengths / reducer.weight if told else None
         last = folded(mean.float() if mean.dtype == torch.bfloat16 else mean)
-        effective = reducer.weight**2 / reducer.weight_sq
+        effective = reducer.weight**2 / reducer.weight_sq if reducer.weight_sq else 0.0
         return meters.of_cohort(mean, length, effective) | meters.turn(last, fed.last), last
 
 

@@ -37,13 +37,14 @@ def unit(a: Tensor) -> Tensor:
 
 
 def squares(v: Tensor) -> Tensor:
-    """Squared norms along the last dimension as doubles, (..., d) -> (...): of short pieces first,
-    so that they are right to 1e-8."""
+    """Squared norms along the last dimension as doubles on the CPU, (..., d) -> (...): of short
+    pieces first, so that they are right to 1e-8."""
     cut = v.shape[-1] // 256 * 256
     pieces = v[..., :cut].view(*v.shape[:-1], cut // 256, 256)
     rest = v[..., cut:].unsqueeze(-2)
-    norms = [torch.linalg.vector_norm(part, dim=-1) for part in (pieces, rest)]
-    return torch.cat(norms, -1).double().square().sum(-1)
+    wide = torch.float32 if v.dtype == torch.bfloat16 else v.dtype
+    norms = [torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in (pieces, rest)]
+    return torch.cat(norms, -1).cpu().double().square().sum(-1)
 
 
 def folded(v: Tensor, width: int = 4096) -> Tensor:
@@ -51,7 +52,7 @@ def folded(v: Tensor, width: int = 4096) -> Tensor:
     products of vectors stay the same in the mean, up to 1 / sqrt(width) of the lengths' product."""
     if len(v) <= width:
         return v
-    signed = v * _signs(len(v)).to(v)
+    signed = v * _signs(len(v), v.device)
     cut = len(v) // width * width
     out: Tensor = signed[:cut].view(-1, width).sum(0)
     out[: len(v) - cut] += signed[cut:]
@@ -59,8 +60,9 @@ def folded(v: Tensor, width: int = 4096) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _signs(d: int) -> Tensor:
-    return torch.from_numpy(rng(0, "fold").integers(0, 2, d, dtype=np.int8) * 2 - 1).float()
+def _signs(d: int, device: torch.device) -> Tensor:
+    drawn = rng(0, "fold").integers(0, 2, d, dtype=np.int8) * 2 - 1
+    return torch.from_numpy(drawn).to(device, torch.float32)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ PANELS: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Clients", "whose updates counted; as many equal ones would say as much", False,
      {"clients": "counted", "effective_clients": "equal ones"}),
     ("Period drift", "how far the mean update turns from round to round: 0 not at all, 1 a right "
-     "angle; far above what sampling explains, whole rounds differ", False,
+     "angle; well above the dashed line, whole rounds differ", False,
      {"drift_period": "measured", "drift_sampling": "explained by drawing clients at random"}),
     ("Client drift", "share of the clients' updates that cancels in their mean: 0 they agree, 1 "
      "nothing is left", False, {"drift_client": ""}),

@@ -11,6 +11,11 @@ All numbers are estimates from the training samples of the clients and rounds lo
                     over the root of the inputs' total variance within a task; what sampling alone
                     adds to the squared distance is subtracted
 
+Of cohorts as a run would draw them (`cohorts`):
+
+    period drift    mean of TV(p, p') of the labels of consecutive rounds' cohorts
+    client drift    mean of TV(p_i, p) of a client's labels and its cohort's
+
 TV is the total variation distance (0 equal, 1 disjoint), JS the Jensen-Shannon divergence in bits.
 Finite samples alone give a TV above 0: `chance` is its mean over draws of the same sizes from one
 common distribution. In a stream that mixes domains (`Stream.counted`), labels are domains here.
@@ -26,6 +31,7 @@ import numpy as np
 import torch
 
 from everfed.chance import rng
+from everfed.round import draw_cohort
 from everfed.streams.labels import tally
 from everfed.streams.stream import Stream
 
@@ -58,6 +64,23 @@ class Task:
     round: Estimate  #: TV of consecutive moments
     client: Estimate
     inputs: float
+
+
+@dataclass(frozen=True)
+class Cohorts:
+    """The labels of the first rounds' cohorts."""
+
+    size: float  #: clients in a cohort, mean
+    period: Estimate
+    client: Estimate
+
+    def __str__(self) -> str:
+        return (
+            f"Cohorts of {self.size:.3g}. Period drift: the labels of one round's cohort and the "
+            f"next differ by {self.period.value:.2f} ({self.period.chance:.2f}). Client drift: a "
+            f"client's labels differ from its cohort's by {self.client.value:.2f} "
+            f"({self.client.chance:.2f})."
+        )
 
 
 @dataclass(frozen=True)
@@ -145,6 +168,26 @@ def look(stream: Stream, seed: int) -> Look:
         tasks, [t + 1 for t in moments], clients, held, names, stream.counted,
         [t + 1 for t in times], there,
     )  # fmt: skip
+
+
+def cohorts(stream: Stream, sample: int | None, seed: int, rounds: int = MOMENTS) -> Cohorts | None:
+    """What the cohorts of a run's first rounds hold; None where labels are not classes."""
+    stream = stream.seeded(seed)
+    held = []
+    for at in range(min(rounds, stream.rounds)):
+        cohort, _ = draw_cohort(stream, stream.online(at), at, sample, seed)
+        own = [tally(stream, stream.samples(client, at)) for client in cohort]
+        held.append(np.array(own) if own else np.zeros((1, 1), dtype=np.int64))
+    held = [own for own in held if own.shape[1] > 1 and own.sum()]
+    if not held:
+        return None
+    most, random = max(map(len, held)), rng(seed, "cohorts")
+    same = np.array([np.pad(own, ((0, most - len(own)), (0, 0))) for own in held])
+    period = _drift(same.sum(1, keepdims=True), random)
+    if math.isnan(period.value):  # every round has the same samples
+        period = Estimate(0.0, 0.0)
+    size = float(np.mean([(own.sum(1) > 0).sum() for own in held]))
+    return Cohorts(size, period, _skew(same, random))
 
 
 def total_variation(a: np.ndarray, b: np.ndarray) -> float:
