@@ -1,55 +1,54 @@
-"""Seconds a round of C-FLAG on Flower, with two exchanges and with one, in turn on the same nodes.
+"""What C-FLAG sends on Flower and how long it takes, with two exchanges a round and with one.
 
-Real processes on this machine, as in flower_overhead.py; prints the table of docs/methods/cflag.md.
+Three sites through Flower's real messages in one process, in turn; a model of 0.6 MB, two tasks of
+five rounds. Prints the table of docs/methods/cflag.md.
 """
 
 import argparse
-import os
-import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
-from flower_overhead import DATA, INPUTS, OURS, SAMPLES, SITES, WIDTHS, ours
 from run import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from deployment.federation import App, Federation
+from test_flower import CONFIG, federated, size_of
 
-SIZE = 1  # MB of the model
+CHANGES = ["method.name=cflag", "method.lipschitz=1.0", "method.iag=false", "model.hidden=[2000]",
+           "stream.rounds=5"]  # fmt: skip
 
 
-def made(federation: Federation, exchanges: int, rounds: int) -> App:
-    """C-FLAG with a first task of one round, so that the others have a memory."""
-    known = {"inputs": INPUTS, "samples": SAMPLES, "width": WIDTHS[SIZE]}
-    method = f'name = "cflag"\nexchanges = {exchanges}\nmemory = {SAMPLES}'
-    text = OURS.format(**known, rounds=f"1, {rounds}").replace('name = "fedavg"', method)
-    return federation.app(f"of{exchanges}", text, DATA.format(**known))
+def measure(exchanges: int) -> tuple[int, float, float, float]:
+    """Requests, MB down, MB up, seconds of CPU."""
+    received = 0
+
+    def count(site: str, message: Any, reply: Any) -> Any:
+        nonlocal received
+        received += size_of(reply)
+        return reply
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, "everfed.toml")
+        place.write_text(CONFIG)
+        began = time.process_time()
+        _, _, grid = federated(place, [*CHANGES, f"method.exchanges={exchanges}"], count)
+        seconds = time.process_time() - began
+    requests = [m for m in grid.requests if m.metadata.message_type != "query.hello"]
+    return len(requests), sum(map(size_of, requests)) / 1e6, received / 1e6, seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    load = os.getloadavg()[0]
-    seconds: dict[int, list[float]] = {2: [], 1: []}
-    with tempfile.TemporaryDirectory(prefix="everfed-exchanges-") as folder:
-        federation = Federation(Path(folder))
-        try:
-            federation.start(*SITES)
-            apps = {k: made(federation, k, options.rounds) for k in seconds}
-            for turn in range(options.repeats):
-                for k, app in apps.items():
-                    # the second task's first round still has the task's end before it
-                    seconds[k] += ours(app, f"of{k}-{turn}", options.rounds + 1)[1:]
-                    print(f"turn {turn + 1}, {k} exchange(s): {seconds[k]}", flush=True)
-        finally:
-            federation.stop()
-    print(f"load average before the run {load:.1f}")
-    for k, own in seconds.items():
-        print(f"| {k} | {statistics.median(own):.1f} ({min(own):.1f}–{max(own):.1f}) |")
+    print("| exchanges | requests | MB down | MB up | seconds of CPU |\n|---:|---:|---:|---:|---:|")
+    for _ in range(options.repeats):
+        for exchanges in (2, 1):
+            asked, down, up, seconds = measure(exchanges)
+            print(f"| {exchanges} | {asked} | {down:.1f} | {up:.1f} | {seconds:.1f} |", flush=True)
 
 
 if __name__ == "__main__":
