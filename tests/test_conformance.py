@@ -226,6 +226,7 @@ PAIRS = [
     (ef.methods.er(20), ef.methods.scaffold()),
     (ef.methods.derpp(memory=20), ef.methods.special(0.25)),
     (ef.methods.flwf2t(), ef.methods.agem(20)),
+    (ef.methods.mfcl(size=8, iterations=2, width=2), ef.methods.special(0.25)),
 ]
 
 

@@ -119,12 +119,13 @@ def test_every_method_is_the_local_engines(place, method, sample):
 
 
 def test_classes_that_arrive_task_by_task(place):
-    for method in ("cflag", "lwf", "ewc", "icarl"):
+    for method in ("cflag", "lwf", "ewc", "icarl", "mfcl", "fedcil"):
         changes = [
             "data.domains=['plain']", "stream.name=classes", "stream.tasks=2", "stream.clients=3",
             "stream.rounds=2", f"method.name={method}",
         ]  # fmt: skip
         changes += ["method.lipschitz=1.0"] if method == "cflag" else []
+        changes += ["method.width=2", "method.iterations=2"] if method in ("mfcl", "fedcil") else []
         got, _, _ = federated(place, changes, folder=method)
         assert distance(got, local(place, changes).vector.numpy()) < 1e-5
 

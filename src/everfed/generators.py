@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 
 import numpy as np
 import torch
@@ -58,14 +58,9 @@ class Generator:
             nn.Sigmoid(),
         )  # fmt: skip
 
-    @cached_property
-    def _empty(self) -> nn.Module:
-        with torch.device("meta"):
-            return self.network()
-
-    @cached_property
+    @property
     def layout(self) -> Layout:
-        return Layout.of(self._empty)
+        return _built(self)[1]
 
     def fresh(self, seed: int, like: Tensor) -> Tensor:
         """First parameters, (layout.d,), of the kind and at the place of `like`."""
@@ -76,8 +71,17 @@ class Generator:
     def __call__(self, theta: Tensor, noise: Tensor) -> Tensor:
         """Inputs made by the generator theta, with gradients in it and in the noise."""
         some = noise if len(noise) > 1 else noise.expand(2, -1)  # one sample has no statistics
-        made: Tensor = functional_call(self._empty, self.layout.unflatten(theta), (some,))
+        network, layout = _built(self)
+        made: Tensor = functional_call(network, layout.unflatten(theta), (some,))
         return made[: len(noise)]
+
+
+@cache
+def _built(generator: Generator) -> tuple[nn.Module, Layout]:
+    """The network without numbers, and its layout: building it takes longer than a small batch."""
+    with torch.device("meta"):
+        network = generator.network()
+    return network, Layout.of(network)
 
 
 def noise(random: np.random.Generator, n: int, latent: int, like: Tensor) -> Tensor:

@@ -91,10 +91,14 @@ def traffic(method: Method) -> str:
         return _sum(records, metric, at) / size
 
     # rounds 2 and 3 are a task's last and the next one's first, 1 and 4 ordinary ones
-    each = f"{sent('mb_down', 4):.2g} P + {sent('mb_up', 4):.2g} P"
+    each = f"{_short(sent('mb_down', 4))} P + {_short(sent('mb_up', 4))} P"
     boundary = sent("mb_down", 2) - sent("mb_down", 1) + sent("mb_up", 2) - sent("mb_up", 1)
     once = sent("mb_down", 3) - sent("mb_down", 4) + boundary
-    return each if once < 0.5 else f"{each}, {once:.2g} P a task"
+    return each if once < 0.5 else f"{each}, {_short(once)} P a task"
+
+
+def _short(number: float) -> str:
+    return f"{number:.2g}" if number < 99.5 else f"{number:.0f}"
 
 
 def _sum(records: list[Record], metric: str, at: int) -> float:
