@@ -87,9 +87,10 @@ def test_what_may_be_kept_decides(given, keep, method):
 
 
 def test_rounds_that_agree_get_a_longer_momentum():
-    turning = Drift(1.0, 0.9, 0.8, 1.1, 5.0, 1.0)
-    betas = [advise.advise(signs(drift=own)).settings["beta"] for own in (signs().drift, turning)]
-    assert betas == [0.9, 0.7]
+    seen = [Drift(turn, 0.9, 0.8, 1.1, 5.0, 1.0) for turn in (0.3, 1.0, 1.3)]
+    advised = [advise.advise(signs(drift=own)) for own in seen]
+    assert [advice.settings["beta"] for advice in advised] == [0.9, 0.7, 0.5]
+    assert ["turn back" in " ".join(a.reasons) for a in advised] == [False, False, True]
 
 
 def test_labels_that_change_are_seen_in_the_records():

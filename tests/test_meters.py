@@ -103,6 +103,7 @@ def test_a_secret_mean_is_told_once(digits):
         told = {r["metric"] for r in records} & set(METERS)
         assert told == {"drift_period", "effective_clients", "update_norm"}
         assert drift(records).period == pytest.approx(1, abs=0.1)
+        assert str(drift(records)).endswith(", 3.0 effective clients")
 
 
 # what they are for ----------------------------------------------------------------------------

@@ -147,15 +147,14 @@ def advise(signs: Signs, keep: bool = True) -> Advice:
             "brings its past into every round",
         )
         return Advice("cfl_coreset", {"size": 100}, (*seen, *why))
-    beta = 0.9 if signs.drift.period < TURNED else 0.7
+    turn = signs.drift.period
+    beta = 0.9 if turn < TURNED else 0.7 if turn < BACK else 0.5
     rounds = round(1 / (1 - beta))
+    what = "what they have in common adds up, what is only one round's averages out"
+    if beta == 0.9:
+        what = "they agree, so it may go further than a single round dares"
     why = (
-        f"momentum on the server adds up the last {rounds} rounds or so: "
-        + (
-            "they agree, so it may go further than a single round dares"
-            if beta == 0.9
-            else "what they have in common adds up, what is only one round's averages out"
-        ),
+        f"momentum on the server adds up the last {rounds} rounds or so: {what}",
         "it sends nothing more, clients need not change, and nothing is kept at them",
     )
     return Advice("fedavgm", {"beta": beta}, (*seen, *why))

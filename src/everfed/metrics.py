@@ -162,10 +162,13 @@ class Drift:
     norm: float  #: length of the mean update
 
     def __str__(self) -> str:
+        clients = f"{self.effective:.1f} effective clients"
+        if math.isnan(self.signal):
+            return f"rounds turn by {self.period:.2f}, {clients}"
         turn = f"rounds turn by {self.period:.2f} ({self.sampling:.2f} explained by sampling)"
         return (
             f"{turn}, {self.client:.2f} of clients' updates is their own, "
-            f"signal to noise {self.signal:.2g}, {self.effective:.1f} effective clients"
+            f"signal to noise {self.signal:.2g}, {clients}"
         )
 
 
@@ -190,8 +193,12 @@ def drift(records: Iterable[Record], since: int = 0) -> Drift | None:
 
 
 def explained(signal: float) -> float:
-    """How far the mean updates of cohorts that are drawn at random turn, at a signal to noise."""
-    return min(1.0, 1 / signal) if signal else 1.0
+    """How far the mean updates of cohorts that are drawn at random turn, at a signal to noise.
+
+    >>> explained(4.0), explained(0.5)
+    (0.25, 1.0)
+    """
+    return 1 / max(1.0, signal) if signal == signal else math.nan
 
 
 @dataclass(frozen=True)
