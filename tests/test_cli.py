@@ -32,7 +32,7 @@ MISTAKES = [
     ({"method": {"name": "specal"}}, "method.name: no 'specal'; did you mean 'special'?"),
     ({"method": {"name": "special", "lamb": 1}}, "unknown key method.lamb; did you mean 'lam'?"),
     ({"method": {"name": "special", "lam": -1}}, "method.lam should be greater than or equal to 0"),
-    ({"method": {"name": "special", "lam": "x"}}, "method.lam should be a valid number, not 'x'"),
+    ({"method": {"name": "special", "lam": "x"}}, "method.lam should be a valid number or 'auto', not 'x'"),
     ({"method": {"name": "scaffold", "option": 3}}, "method.option should be 1 or 2, not 3"),
     ({"method": {}}, "method.name is missing"),
     ({"present": {"leav": 0.1}}, "unknown key present.leav; did you mean 'leave'?"),

@@ -101,6 +101,8 @@ def distance(a, b) -> float:
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("sample", [None, 2])
 def test_every_method_is_the_local_engines(place, method, sample):
+    if method == "krum" and sample == 2:
+        pytest.skip("Krum needs three updates")
     changes = [f"method.name={method}"] + ([f"sample={sample}"] if sample else [])
     more = {"cflag": "lipschitz=1.0", "nccl": "lipschitz=1.0", "krum": "bad=0"}
     more |= {"privacy": "secret=false", "target": "batches=1 steps=2 size=16 width=2"}
