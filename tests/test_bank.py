@@ -77,7 +77,7 @@ def test_predictions_are_mixed_by_hand():
 def test_each_model_is_averaged_over_those_who_trained_it():
     uploads = {
         "update": torch.tensor([[1.0], [2.0], [6.0]]),
-        "1.slot": torch.tensor([[2.0], [0.0], [0.0]]),
+        "1.slot": torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]),
         "1.head": torch.tensor([[1.0, 1.0], [0.0, 4.0], [8.0, 0.0]]),
     }
     out = Bank().aggregate(uploads, torch.tensor([1.0, 1.0, 3.0]), frozenset())

@@ -111,7 +111,9 @@ class Bank(Part):
         own = self.choice(c)
         head = self.fit(w[0].clone(), int(own["slot"]), c)
         state = {key: value.unsqueeze(0) for key, value in own.items()}
-        return update, {"slot": state["slot"], "head": head.unsqueeze(0)}, state
+        # a row of all models, of a length that the server knows, and not a number without bounds
+        slot = F.one_hot(state["slot"][:, 0].long(), len(c.down["bank"]) + 1).to(w)
+        return update, {"slot": slot, "head": head.unsqueeze(0)}, state
 
     @torch.enable_grad()
     def fit(self, w: Tensor, slot: int, c: Context) -> Tensor:
@@ -136,23 +138,22 @@ class Bank(Part):
         """All means, and those of each model over the clients that trained it."""
         out = {key: torch.tensordot(weights / weights.sum(), v, 1) for key, v in uploads.items()}
         (i,) = (key.partition(".")[0] for key in uploads if key.endswith(".slot"))
-        slots = uploads[f"{i}.slot"][:, 0].long()
-        trained = F.one_hot(slots).T * weights  # (models, clients)
+        trained = uploads[f"{i}.slot"].T * weights  # (models, clients)
         share = trained / trained.sum(1, keepdim=True).clamp(min=1e-12)
         each = {"mass": trained.sum(1), "updates": share @ uploads["update"]}
         each["heads"] = share @ uploads[f"{i}.head"]
         return out | {f"{i}.{key}": value for key, value in each.items()}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        bank, count = s["bank"].clone(), len(r["mass"])
-        heads = s["heads"].clone() if len(bank) else s["heads"].new_zeros(0, r["heads"].shape[1])
-        if count > len(bank):  # the task's new model, which began at the server's
+        bank, mass = s["bank"], r["mass"]
+        heads = s["heads"] if len(bank) else s["heads"].new_zeros(0, r["heads"].shape[1])
+        if mass[-1] > 0:  # the task's new model, which began at the server's
             bank = torch.cat([bank, r.w.unsqueeze(0)])
             heads = torch.cat([heads, r["heads"][-1:]])
-        trained = (r["mass"] > 0).unsqueeze(1)
-        bank[:count] += r["updates"]
-        heads[:count] = where(trained, r["heads"], heads[:count])
-        newest = int(r["mass"].argmax())
+        count = len(bank)
+        bank = bank + r["updates"][:count]
+        heads = where((mass[:count] > 0).unsqueeze(1), r["heads"][:count], heads)
+        newest = int(mass.argmax())
         return bank[newest] - r.w, s | {"bank": bank, "heads": heads}
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
