@@ -18,7 +18,6 @@ from everfed.metrics import drift
 from everfed.reduce import Reducer, cohort_spread
 from everfed.vector import Layout, Slot
 from quadratics import Game
-from regimes import REGIMES, Regime
 
 METERS = ("drift_period", "drift_client", "signal_to_noise", "effective_clients", "update_norm")
 
@@ -111,10 +110,12 @@ def test_meters_tell_the_kinds_of_drift_apart():
     """FedEve's four regimes. Where only rounds differ, they turn more than their clients explain;
     where only clients differ, less, because the differences of a cohort cancel."""
     data, seen = ef.data.digits(["plain"]), {}
-    for kind in REGIMES:
-        stream = Regime(data, kind, clients=50, sample=5, rounds=12, alpha=0.05)
+    for kind in ("iid", "period", "client", "both"):
+        stream = ef.streams.regimes(
+            data, drift=kind, clients=50, cohort=5, rounds=12, alpha=0.05, prior=False
+        )
         done = ef.run(
-            ef.methods.fedavg(), stream, ef.models.mlp(64, 32, 10), sample=5, workers=1,
+            ef.methods.fedavg(), stream, ef.models.mlp(64, 32, 10), workers=1,
             local=ef.Local(lr=0.1, epochs=2, batch=8), test_every=12,
         )  # fmt: skip
         seen[kind] = drift(done.records, since=2)
@@ -123,14 +124,6 @@ def test_meters_tell_the_kinds_of_drift_apart():
     assert excess["client"] < 0.7 * excess["both"]
     assert min(seen["client"].client, seen["both"].client) > 1.3 * seen["iid"].client
     assert min(seen["period"].period, seen["both"].period) > 1.5 * seen["iid"].period
-
-
-def test_regimes_deal_out_what_the_cohort_holds():
-    for kind in ("period", "client"):
-        stream = Regime(ef.data.digits(["plain"]), kind, clients=50, sample=5, seed=3)
-        cohort = sorted(stream._dealt(4))
-        held = np.sort(np.concatenate([stream.samples(i, 4) for i in cohort]))
-        assert np.array_equal(held, np.sort(np.concatenate([stream._parts[i] for i in cohort])))
 
 
 # FedEve layer by layer ------------------------------------------------------------------------

@@ -17,11 +17,7 @@ from everfed import advise, config
 from everfed.engines.terms import Terms
 from everfed.streams import Stream
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent.parent / "tests"))
-from regimes import Regime  # noqa: E402
-
-PAGE = HERE / "results" / "advise.md"
+PAGE = Path(__file__).parent / "results" / "advise.md"
 HEAD = [
     "| stream | turn (explained) | client drift | lost | advice | FedAvg % | advised % |",
     "|---|---:|---:|---:|---|---:|---:|",
@@ -31,14 +27,14 @@ SEEDS = (0, 1, 2)
 
 
 def digits(kind: str) -> config.Experiment:
-    stream = Regime(ef.data.digits(["plain"]), kind, sample=5, rounds=60, alpha=0.05)
-    return made(stream, ef.models.mlp(64, 32, 10), 5, ef.Local(lr=0.2, epochs=3, batch=8))
+    stream = regime(ef.data.digits(["plain"]), kind, clients=100, cohort=5, alpha=0.05)
+    return made(stream, ef.models.mlp(64, 32, 10), ef.Local(lr=0.2, epochs=3, batch=8))
 
 
 def fashion(kind: str) -> config.Experiment:
     data = ef.data.npz("fashion_mnist.npz")
-    stream = Regime(data, kind, clients=500, sample=10, rounds=60, alpha=0.03)
-    return made(stream, ef.models.mlp(784, 64, 10), 10, ef.Local(lr=0.03, epochs=1, batch=20))
+    stream = regime(data, kind, clients=500, cohort=10, alpha=0.03)
+    return made(stream, ef.models.mlp(784, 64, 10), ef.Local(lr=0.03, epochs=1, batch=20))
 
 
 def demo() -> config.Experiment:
@@ -48,11 +44,15 @@ def demo() -> config.Experiment:
 def changing() -> config.Experiment:
     data = ef.data.digits(["plain"])
     stream = ef.streams.evolving(data, clients=5, subsets=10, alpha=0.1, rounds=60)
-    return made(stream, ef.models.mlp(64, 32, 10), None, ef.Local(lr=0.1, epochs=2, batch=8))
+    return made(stream, ef.models.mlp(64, 32, 10), ef.Local(lr=0.1, epochs=2, batch=8))
 
 
-def made(stream: Stream, model: Any, sample: int | None, local: ef.Local) -> config.Experiment:
-    options = {"local": local, "sample": sample, "seed": 0, "workers": 1}
+def regime(data: ef.data.Data, drift: Any, **more: Any) -> Stream:
+    return ef.streams.regimes(data, drift=drift, rounds=60, prior=False, **more)
+
+
+def made(stream: Stream, model: Any, local: ef.Local) -> config.Experiment:
+    options = {"local": local, "sample": None, "seed": 0, "workers": 1}
     return config.Experiment(ef.methods.fedavg(), stream, model, options, Terms())
 
 
