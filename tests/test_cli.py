@@ -34,6 +34,7 @@ MISTAKES = [
     ({"method": {"name": "special", "lam": -1}}, "method.lam should be greater than or equal to 0"),
     ({"method": {"name": "special", "lam": "x"}}, "method.lam should be a valid number or 'auto', not 'x'"),
     ({"method": {"name": "scaffold", "option": 3}}, "method.option should be 1 or 2, not 3"),
+    ({"method": {"name": "special+fedprox"}}, "add methods up as methods.special.plus = [{name = 'fedprox'}]"),
     ({"method": {}}, "method.name is missing"),
     ({"present": {"leav": 0.1}}, "unknown key present.leav; did you mean 'leave'?"),
     ({"present": {"schedule": {"x": [[0, 3]]}}}, "present.schedule should be a valid integer"),

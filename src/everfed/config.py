@@ -481,6 +481,10 @@ def _name(where: str, builders: Builders, section: Mapping[str, Any]) -> str:
         key = where if where == "compare.methods" else f"{where}.name"
         if name is None:
             raise ConfigError(f"{key} is missing; there are {', '.join(builders)}")
+        first, plus, second = str(name).partition("+")
+        if plus and first in builders:
+            how = f"methods.{first}.plus = [{{name = {second!r}}}]"
+            raise ConfigError(f"{key}: no {name!r}; add methods up as {how}")
         raise ConfigError(f"{key}: no {name!r}{_near(str(name), builders)}")
     return str(name)
 
