@@ -600,11 +600,14 @@ def _run_all(settings: Any, folder: Path, jobs: int | None, read: Data | None = 
         total = bars.add_task("all runs", total=len(entries), completed=done, state="")
         own: dict[str, Any] = {}
 
-        def listener(entry: Entry, progress: RoundProgress | None) -> None:
+        def listener(entry: Entry, progress: RoundProgress | str | None) -> None:
+            if isinstance(progress, str):
+                err.print(f"{entry.name} failed: {progress}", style="red", markup=False)
+                return
             if progress is None:
                 bars.remove_task(own.pop(entry.name)) if entry.name in own else None
                 bars.advance(total)
-                if not err.is_terminal:
+                if not err.is_terminal and comparing.finished(entry.folder):
                     err.print(f"finished {entry.name}", highlight=False)
                 return
             if entry.name not in own:

@@ -35,8 +35,8 @@ class Entry:
         return f"{self.method} seed {self.seed}"
 
 
-#: told of every round of every run, and once with None when a run has ended
-Listener = Callable[[Entry, Progress | None], None]
+#: told of every round of every run, of what made one fail, and once with None when one has ended
+Listener = Callable[[Entry, Progress | str | None], None]
 
 
 def plan(config: configs.Config, folder: Path) -> list[Entry]:
@@ -89,6 +89,12 @@ def run_all(
     failures: list[str] = []
     notes: dict[str, list[str]] = {}
     stopped = False
+
+    def fail(entry: Entry, why: str) -> None:
+        failures.append(f"{entry.name}: {why}")
+        if listener:
+            listener(entry, why)
+
     try:
         while waiting or running:
             while waiting and not stopped and len(running) < (jobs or pool.cores()):
@@ -115,7 +121,7 @@ def run_all(
                 except EOFError:
                     process.join()
                     if process.exitcode:
-                        failures.append(f"{entry.name}: its process died ({process.exitcode})")
+                        fail(entry, f"its process died ({process.exitcode})")
                     del running[pipe]
                     if listener:
                         listener(entry, None)
@@ -126,7 +132,7 @@ def run_all(
                 elif isinstance(message, str):
                     stopped = stopped or message == "interrupted"
                     if message != "interrupted":
-                        failures.append(f"{entry.name}: {message}")
+                        fail(entry, message)
                 elif listener:
                     listener(entry, message)
     finally:
