@@ -19,6 +19,7 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("fedavg", "30 % lost", {"late": LOST}),
     ("special", "all replies in time", {}),
     ("special", "30 % lost", {"late": LOST}),
+    ("special", "30 % lost, six clients drawn for four", {"late": LOST, "sample": 6}),
     ("special", "30 % late by 1 to 3 rounds", {"late": Late(**LATE)}),
     ("special", "the same, `discount = 0`", {"late": Late(**LATE, discount=0.0)}),
     ("special", "boundaries found", {"boundaries": Boundaries(detect=True)}),
