@@ -141,6 +141,14 @@ def test_late_and_lost_replies_that_are_drawn_are_the_local_engines(place, metho
     assert distance(got, local(place, changes).vector.numpy()) < 1e-5
 
 
+def test_sites_that_compare_their_data_find_the_task(place):
+    """What they held last time is at the sites, as samples; only counts travel."""
+    changes = ["method.name=special", "stream.rounds=4", "boundaries.by=clients"]
+    got, records, _ = federated(place, changes)
+    assert [r["round"] for r in records if r["metric"] == "found_task"] == [4]
+    assert distance(got, local(place, changes).vector.numpy()) < 1e-5
+
+
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
 def test_an_answer_after_the_deadline_counts_in_the_next_round(place, method):
     """Site 2's answer of the second round comes in the third, and it is not asked meanwhile."""

@@ -22,7 +22,8 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("special", "30 % lost, six clients drawn for four", {"late": LOST, "sample": 6}),
     ("special", "30 % late by 1 to 3 rounds", {"late": Late(**LATE)}),
     ("special", "the same, `discount = 0`", {"late": Late(**LATE, discount=0.0)}),
-    ("special", "boundaries found", {"boundaries": Boundaries(detect=True)}),
+    ("special", "boundaries found by clients", {"boundaries": Boundaries(by="clients")}),
+    ("special", "boundaries found by the server", {"boundaries": Boundaries(by="server")}),
 ]
 
 

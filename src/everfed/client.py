@@ -138,6 +138,7 @@ class Phase(Context):
 
     def enter(self, part: int) -> Phase:
         """The view of one part."""
+        self.part = part
         self.down = self.ask.down[part]
         self.mine = self.jobs[0].mine[part] if self.alone else self.groups[part]
         self.scratch = self.scratches[part]
@@ -163,6 +164,10 @@ class Phase(Context):
     @property
     def block(self) -> int:  # type: ignore[override]
         return self.program.stream.block(self.client, self.round)
+
+    def each(self) -> list[Context]:
+        alone = (Phase(self.program, self.ask, [job], alone=True) for job in self.jobs)
+        return [phase.enter(self.part) for phase in alone]
 
     def _single(self) -> Job:
         assert len(self.jobs) == 1, "only hooks called client by client may read this"

@@ -65,6 +65,10 @@ class Context(Protocol):
     #: the step's inputs (clients, batch, ...), labels, and weights of samples, 0 for padding
     batch: tuple[Tensor, Tensor, Tensor]
 
+    def each(self) -> list[Context]:
+        """One context for each client of the group, as hooks called client by client have it."""
+        ...
+
     def gradient(
         self,
         w: Tensor,

@@ -158,8 +158,8 @@ class Rounds:
             events.warnings.append(f"{why}: the model stays as it was")
         else:
             values = self._values(fed, answer, "train")
-            if self.boundaries.detect:
-                self._look_for_a_task(fed, values["update"], events)
+            if self.boundaries.found:
+                self._look_for_a_task(fed, values, events)
             self._fold(fed, answer, values, events)
         self._count_held(fed, events.cohort, start, down, events)
         fed.round += 1
@@ -256,13 +256,15 @@ class Rounds:
         fed.informed = set()
         return events
 
-    def _look_for_a_task(self, fed: Federation, update: Tensor, events: Events) -> None:
-        """Ends a task before the round's update counts, where the update shows that it is over."""
+    def _look_for_a_task(self, fed: Federation, values: State, events: Events) -> None:
+        """Ends a task before the round's update counts, where the replies show that it is over."""
         loss = events.values.get("train_loss")
         if loss is None and not self.method.using("seal"):
             return  # of this round, only late replies
-        way = float(update.norm()) / self.local.rate(*self._schedule(fed))
-        fed.seen, surprise = self.boundaries.watch(fed.seen, loss, way)
+        surprise = self.boundaries.told(self.method, values)
+        if surprise is None:
+            way = float(values["update"].norm()) / self.local.rate(*self._schedule(fed))
+            fed.seen, surprise = self.boundaries.watch(fed.seen, loss, way)
         events.values["surprise"] = surprise
         if surprise > 1:
             self.end_task(fed)
@@ -271,7 +273,7 @@ class Rounds:
 
     def _task(self, fed: Federation) -> int:
         """The task of the next round as the method knows it."""
-        if self.boundaries.detect:
+        if self.boundaries.found:
             return sum(begun <= fed.round for begun in fed.found)
         return self.stream.task(fed.round)
 
@@ -280,7 +282,7 @@ class Rounds:
         stream, at = self.stream, fed.round
         if not self.local.reset:
             return at, stream.rounds
-        if self.boundaries.detect:  # a task may last until the end
+        if self.boundaries.found:  # a task may last until the end
             begun = fed.found[-1] if fed.found else 0
             return at - begun, stream.rounds - begun
         return stream.round_in_task(at), stream.length(stream.task(at))

@@ -158,7 +158,7 @@ def run(
         local: how clients train.
         sample: clients drawn each round; None: all that are online.
         late: how often clients' replies are late or lost; None: never.
-        boundaries: whether the method finds tasks by itself; None: it is told.
+        boundaries: who tells the method where tasks begin; None: the stream.
         seed: decides every random choice.
         loss: takes outputs and targets and gives one loss a sample, (samples,).
         folder: where to keep the run; None: only in memory.
@@ -188,6 +188,7 @@ def run(
         part.check(settings)
     if boundaries:
         boundaries.check(method, stream)
+        method = boundaries.watching(method)
     with surroundings():
         program = prepare(method, stream, model, settings, seed, loss, precision, grouping, device)
         compute = program.compute
@@ -401,7 +402,7 @@ class Session:
         stream = self.rounds.stream
         if stream.head == "shared":  # unseen tasks have an accuracy too where labels are shared
             out += self._test(fed, at, task, range(task + 1, len(stream.tasks)), end=True)
-        if fed.round < stream.rounds and not self.rounds.boundaries.detect:
+        if fed.round < stream.rounds and not self.rounds.boundaries.found:
             out += self._lines(at, task, self.rounds.end_task(fed))
         return out
 

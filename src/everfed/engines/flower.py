@@ -356,14 +356,15 @@ def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
         made, name = _made(Path(config), context), _site(context)
         with surroundings():
             local, seed = made.options["local"], made.options["seed"]
+            method = made.options["boundaries"].watching(made.method)
             ask, run, token = unwrap(message.content)
             stream, store = made.stream.seeded(seed), _store(context, made.terms, name, run)
             held = samples or partial(rehearsed, stream)
-            site = Site(name, made.method, stream, made.model, local, seed, held, store)
+            site = Site(name, method, stream, made.model, local, seed, held, store)
             answered, masked = site.answer(ask, token), message.metadata.message_type == "train"
             if masked:
-                needed = any(part.spread for part in made.method.parts)
-                cut = pieces(made.method, answered.layout) if ask.exchange == "train" else ()
+                needed = any(part.spread for part in method.parts)
+                cut = pieces(method, answered.layout) if ask.exchange == "train" else ()
                 content = secure.wrap_masked(answered, cut, made.terms.range, needed)
             elif made.terms.secure:
                 raise EverfedError("uploads are only given masked: flower.secure is true")
