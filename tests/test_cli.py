@@ -301,13 +301,13 @@ def test_examples_run(path):
 
 
 def test_a_run_that_fails_is_told_at_once_and_the_others_go_on(tmp_path):
-    """Generators make inputs in [0, 1]: they cannot be told from standardised ones."""
+    """What a generator makes samples of has to hold their labels."""
     done = everfed(
         "compare", "-m", "fedcil,fedavg", "-s", "0", "-j", "1", "--folder", tmp_path / "runs",
-        "--set", "standardise=true", "--set", "stream.rounds=1", expect=1,
+        "--set", "methods.fedcil.latent=4", "--set", "stream.rounds=1", expect=1,
     )  # fmt: skip
     said = done.stderr.split("\n")
-    assert said[0].startswith("fedcil seed 0 failed: fedcil makes inputs")
+    assert said[0].startswith("fedcil seed 0 failed: fedcil: 10 classes need latent = 10")
     assert "finished fedavg seed 0" in said
     assert "finished fedcil seed 0" not in said
     assert said[-2].startswith("error: fedcil seed 0:")

@@ -15,6 +15,7 @@ import everfed as ef
 from everfed.chance import rng
 from everfed.client import ClientProgram
 from everfed.compute import choose
+from everfed.data.table import Inputs
 from everfed.engines.local import LocalEngine
 from everfed.generators import Generator, noise, picks, smoothed
 from everfed.local import Local
@@ -74,7 +75,7 @@ def layers(*widths):
 # the networks -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (1, 5, 7), (16,), (4, 6)])
 def test_a_generator_fits_the_samples(shape):
-    make, like = Generator(shape, latent=6, width=3), torch.zeros(1)
+    make, like = Generator(Inputs(shape), latent=6, width=3), torch.zeros(1)
     theta = make.fresh(1, like)
     assert torch.equal(theta, make.fresh(1, like))
     assert not torch.equal(theta, make.fresh(2, like))
@@ -83,6 +84,23 @@ def test_a_generator_fits_the_samples(shape):
     assert x.min() >= 0
     assert x.max() <= 1
     assert x.std(0).max() > 1e-3  # other noise, other samples
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 6), (16,), (4, 6)])
+def test_standardised_inputs_are_made_as_the_datas_are(shape):
+    """As if made in [0, 1] and standardised then; and what is outside is told."""
+    random = np.random.default_rng(0)
+    raw = random.random((50, *shape)) * np.linspace(0.2, 1, shape[-1])
+    data = ef.data.standardised(ef.data.arrays(raw.astype("f"), np.zeros(50), name="some"))
+    plain, made = (Generator(Inputs(shape), 6, 3), Generator(data.inputs, 6, 3))
+    theta, code = plain.fresh(1, torch.zeros(1)), noise(random, 20, 6, torch.zeros(1))
+    over = (0, 2, 3) if len(shape) == 3 else (0,)
+    mean, std = raw.mean(over, keepdims=True), raw.std(over, keepdims=True)
+    expected = (plain(theta, code).numpy() - mean) / std
+    np.testing.assert_allclose(made(theta, code), expected, rtol=1e-4, atol=1e-5)
+    assert data.inputs.within(data.x)
+    assert not Inputs(shape).within(data.x)
+    assert not data.inputs.within(20 * data.x)
 
 
 def test_a_blur_keeps_flat_images_and_the_sum_of_a_point():
@@ -150,7 +168,7 @@ def test_target_makes_what_it_asks_for(plain):
     assert made["x"].shape == (192, 1, 8, 8)
     assert float((seen[found] == torch.cat(asked)).double().mean()) > 0.95
     assert torch.equal(made["u"], program.compute.logits(fed.w, made["x"]))
-    make = Generator((1, 8, 8), 32, 8)
+    make = Generator(Inputs((1, 8, 8)), 32, 8)
     fresh = make(make.fresh(0, fed.w), noise(random, 192, 32, fed.w))
     guess = program.compute.logits(fed.w, fresh)[:, seen].argmax(1)
     assert float((seen[guess] == torch.cat(asked)).double().mean()) < 0.7
@@ -163,7 +181,7 @@ def test_mfcls_generator_is_trained(plain):
     method = ef.methods.mfcl(iterations=60, size=64, width=8, latent=32, rate=0.01, soften=1.0)
     fed, rounds, program = begun(method, plain, layers(64, 32, 10), tasks=2)
     seen = torch.tensor(rounds.stream.task_classes[0]).sort().values
-    make = Generator((1, 8, 8), 32, 8)
+    make = Generator(Inputs((1, 8, 8)), 32, 8)
     random = np.random.default_rng(0)
     balance, certainty = [], []
     for theta in (make.fresh(0, fed.w), fed.parts[0]["generator"]):
@@ -187,7 +205,7 @@ def test_running_statistics_are_matched(plain, name, gap):
         if name == "target":
             x = fed.parts[0]["x"]
         else:
-            make, random = Generator((1, 8, 8), 16, 8), np.random.default_rng(0)
+            make, random = Generator(Inputs((1, 8, 8)), 16, 8), np.random.default_rng(0)
             x = make(fed.parts[0]["generator"], noise(random, 64, 16, fed.w))
         program.compute.load_buffers(torch.zeros_like(fed.buffers))
         seen = server.forward(fed.w, x, train=False)
@@ -261,7 +279,7 @@ def test_mfcl_follows_its_formula(plain):
     fed, program, before, (x, y), known, seen = second_task(ef.methods.mfcl, plain, **small)
     down = fed.parts[0]
     random = rng(0, "synthetic batch", 4, 0, 0)
-    made = Generator((1, 8, 8), 8, 4)(down["generator"], noise(random, 20, 8, before))
+    made = Generator(Inputs((1, 8, 8)), 8, 4)(down["generator"], noise(random, 20, 8, before))
     module, teacher = modules(program, before), modules(program, down["teacher"])
     body, head, old_body, old_head = module[:-1], module[-1], teacher[:-1], teacher[-1]
     both = torch.cat([x, made]).detach()
@@ -382,7 +400,7 @@ def test_fedcil_follows_its_formula(plain):
     code = noise(rng(0, "generated batch", 1, 0, 0), 32, 12, before)
     code[:, :10] = F.one_hot(y, 10).float()
     theta = theta.clone().requires_grad_()
-    fake, module = Generator((1, 8, 8), 12, 4)(theta, code), modules(program, before)
+    fake, module = Generator(Inputs((1, 8, 8)), 12, 4)(theta, code), modules(program, before)
     body, head, two = module[:-1], module[-1], rounds.stream.known(1).nonzero()[:, 0]
 
     def judged(x):
@@ -412,7 +430,7 @@ def test_fedcils_generator_makes_what_it_asks_for(plain):
     part, state = method.parts[0], fed.parts[0]
     seen = torch.tensor(rounds.stream.task_classes[0]).sort().values
     y = seen.repeat(100)
-    x = part.make(state["theta"], y, (1, 8, 8), np.random.default_rng(0), 10)
+    x = part.make(state["theta"], y, Inputs((1, 8, 8)), np.random.default_rng(0), 10)
     found = seen[program.compute.logits(fed.w, x)[:, seen].argmax(1)]
     assert float((found == y).double().mean()) > 0.9
 

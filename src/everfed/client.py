@@ -117,6 +117,7 @@ class Phase(Context):
         self.seed: int = p.seed
         self.start, self.lr = self.ask.start, self.ask.lr
         self.round, self.task = self.ask.round, self.ask.task
+        self.inputs = p.data.inputs
         self.known, self.seen = p.stream.known(self.task), p.stream.known(self.task + 1)
         self.n_all = torch.tensor([[float(len(job.ids))] for job in self.jobs]).to(self.start)
         self.weight_all = torch.ones_like(self.n_all) if p.uniform else self.n_all

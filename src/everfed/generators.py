@@ -1,6 +1,6 @@
 """Small generator networks that methods train, and what they are trained by.
 
-A generator turns noise into inputs in [0, 1], of the shape that the federation's samples have. Its
+A generator turns noise into inputs in [0, 1], standardised where the federation's are. Its
 parameters are a flat vector, like the model's, so they are sent and saved like everything else.
 """
 
@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from everfed.compute.base import Seen
+from everfed.data.table import Inputs
 from everfed.errors import EverfedError
 from everfed.method import Server
 from everfed.vector import Layout
@@ -27,24 +28,25 @@ class Generator:
     """Noise (n, latent) -> inputs (n, *shape): two upsampling convolutions for images (channels,
     height, width), one hidden layer for anything else.
 
-    >>> Generator((1, 8, 8), latent=16, width=4).shape
-    (1, 8, 8)
+    >>> Generator(Inputs((1, 8, 8)), latent=16, width=4).layout.d
+    1093
     """
 
-    shape: tuple[int, ...]  #: of one input
+    inputs: Inputs  #: what one looks like
     latent: int  #: numbers of noise for each
     width: int  #: channels of the convolutions; the hidden layer has 16 times as many units
 
     def network(self) -> nn.Module:
         """Freshly drawn. Its norms take the statistics of the batch, always, so that there are
         parameters and nothing else."""
-        dim, k = math.prod(self.shape), self.width
-        if len(self.shape) != 3:
+        shape, k = self.inputs.shape, self.width
+        dim = math.prod(shape)
+        if len(shape) != 3:
             return nn.Sequential(
                 nn.Linear(self.latent, 16 * k), nn.BatchNorm1d(16 * k, track_running_stats=False),
-                nn.ReLU(), nn.Linear(16 * k, dim), nn.Sigmoid(), nn.Unflatten(1, self.shape),
+                nn.ReLU(), nn.Linear(16 * k, dim), nn.Sigmoid(), nn.Unflatten(1, shape),
             )  # fmt: skip
-        channels, h, w = self.shape
+        channels, h, w = shape
         quarter, half = (-(-h // 4), -(-w // 4)), (-(-h // 2), -(-w // 2))
 
         def norm(width: int) -> nn.Module:
@@ -73,7 +75,7 @@ class Generator:
         some = noise if len(noise) > 1 else noise.expand(2, -1)  # one sample has no statistics
         network, layout = _built(self)
         made: Tensor = functional_call(network, layout.unflatten(theta), (some,))
-        return made[: len(noise)]
+        return self.inputs.scaled(made[: len(noise)])
 
 
 @cache
@@ -143,9 +145,10 @@ def needed(server: Server | None, who: str) -> Server:
     return server
 
 
-def check_inputs(x: Tensor, who: str) -> None:
+def check_inputs(x: Tensor, inputs: Inputs, who: str) -> None:
     """Raise EverfedError where real inputs are not what a generator makes."""
-    if not x.is_floating_point() or x.min() < 0 or x.max() > 1:
+    if not x.is_floating_point() or not inputs.within(x):
         raise EverfedError(
-            f"{who} makes inputs that are floats in [0, 1], and a client's are not: scale them"
+            f"{who} makes inputs that are floats in [0, 1], or standardised ones that were, and a "
+            "client's are not: scale them"
         )

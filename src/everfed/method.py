@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from everfed.compute.base import Seen
+from everfed.data.table import Inputs
 from everfed.errors import EverfedError
 from everfed.local import Affine, Components, Local
 from everfed.vector import Layout
@@ -62,6 +63,7 @@ class Context(Protocol):
     layout: Layout  #: which slice of the vector each parameter is
     known: Tensor | None  #: classes of earlier tasks (bool, (classes,)); None: all of them
     seen: Tensor | None  #: those of this task as well
+    inputs: Inputs  #: what one input looks like
     #: the step's inputs (clients, batch, ...), labels, and weights of samples, 0 for padding
     batch: tuple[Tensor, Tensor, Tensor]
 
@@ -156,7 +158,7 @@ class Server(Protocol):
 
     seed: int  #: the run's; for `everfed.chance.rng`
     round: int  #: from 0
-    shape: tuple[int, ...]  #: of one input
+    inputs: Inputs  #: what one input looks like
     classifies: bool  #: whether inputs are floats or bytes, with one class a sample
     seen: Tensor  #: the classes of this task and of earlier ones, (classes,) whole numbers
     buffers: Tensor  #: the model's running statistics

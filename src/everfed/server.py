@@ -11,6 +11,7 @@ from torch import Tensor
 from everfed.chance import torch_seed
 from everfed.client import ClientProgram
 from everfed.compute.base import Seen
+from everfed.data.table import Inputs
 from everfed.vector import Layout
 
 
@@ -21,7 +22,7 @@ class AtServer:
         self.program, self.buffers, self.round = program, buffers, round_
         self.seed: int = program.seed
         self.layout: Layout = program.compute.layout
-        self.shape: tuple[int, ...] = tuple(program.data.x.shape[1:])
+        self.inputs: Inputs = program.data.inputs
         x, y = program.data.x, program.data.y
         plain = x.is_floating_point() or x.dtype == torch.uint8
         self.classifies: bool = plain and y.dim() == 1 and not y.is_floating_point()

@@ -20,6 +20,37 @@ from everfed.errors import EverfedError
 Array = Any
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What one input looks like to those who make some.
+
+    >>> Inputs((2,), low=(-1.0,), high=(3.0,)).scaled(torch.tensor([[0.0, 0.5]])).tolist()
+    [[-1.0, 1.0]]
+    """
+
+    shape: tuple[int, ...]
+    #: what stands for 0 and for 1, in all, or in each channel of images, or in each column
+    low: tuple[float, ...] = (0.0,)
+    high: tuple[float, ...] = (1.0,)
+
+    def _ends(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        one = len(self.low) == 1
+        shape = (1,) if one else (-1, 1, 1) if len(self.shape) == 3 else self.shape
+        low, high = (torch.tensor(end).to(like).view(shape) for end in (self.low, self.high))
+        return low, high
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Inputs in [0, 1], (n, *shape), as the data have them."""
+        low, high = self._ends(x)
+        return low + (high - low) * x
+
+    def within(self, x: Tensor) -> bool:
+        """Whether real inputs, (n, *shape), are what `scaled` could give, but for rounding."""
+        low, high = self._ends(x)
+        slack = 1e-3 * (high - low)
+        return bool((x >= low - slack).all() and (x <= high + slack).all())
+
+
 @dataclass(frozen=True, eq=False)
 class Data:
     """Samples by index; streams hand out indices, never copies.
@@ -41,6 +72,13 @@ class Data:
     #: where candidates are ranked: the list that each test sample is in, (samples,); label 1 is
     #: what should come first
     lists: np.ndarray | None = None
+    #: where inputs are standardised, what 0 and 1 have become
+    ends: tuple[tuple[float, ...], tuple[float, ...]] = ((0.0,), (1.0,))
+
+    @property
+    def inputs(self) -> Inputs:
+        """What one input looks like."""
+        return Inputs(tuple(self.x.shape[1:]), *self.ends)
 
     @cached_property
     def classes(self) -> int:
@@ -184,7 +222,9 @@ def standardised(data: Data) -> Data:
     over = (0, 2, 3) if x.dim() == 4 else (0,)
     spread, mean = torch.std_mean(own, over, correction=0, keepdim=True)
     spread[spread == 0] = 1  # a column that never changes
-    return replace(data, x=(x - mean) / spread)
+    low, high = ((end - mean) / spread for end in (0.0, 1.0))
+    ends = tuple(low.flatten().tolist()), tuple(high.flatten().tolist())
+    return replace(data, x=(x - mean) / spread, ends=ends)
 
 
 def sites(shape: Sequence[PositiveInt] = (1, 28, 28), classes: PositiveInt = 10) -> Data:

@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,7 @@ class Site:
     ) -> tuple[Data, list[State] | None]:
         """The current samples, then the remembered ones; the state with indices into both."""
         table = arrays(x, y, name=f"the samples of site {self.name}")
+        table = replace(table, ends=self.stream.data.ends)
         if saved is None:
             return table, None
         remembered = saved.pop("memory.x"), saved.pop("memory.y")
@@ -192,7 +193,7 @@ class Site:
                 state[key] = state[key] + len(table.x)
         if len(remembered[0]):
             xs, ys = (torch.cat(pair) for pair in zip((table.x, table.y), remembered, strict=True))
-            table = Data(table.name, xs, ys, table.train, table.test)
+            table = replace(table, x=xs, y=ys)
         return table, mine
 
     def _save(self, token: int, mine: list[State], table: Data, asked: int) -> bool:

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from everfed.chance import rng, torch_seed
 from everfed.compute.base import Seen
+from everfed.data.table import Inputs
 from everfed.errors import EverfedError
 from everfed.generators import Generator, adam, among, check_inputs, needed, noise, picks
 from everfed.method import Average, Context, Method, Part, Reduced, Server, State
@@ -85,8 +86,8 @@ class AcGan(Part):
         return True  # a client sees by the task's number that the one before has ended
 
     def prepare(self, s: State, w: Tensor, server: Server) -> State:
-        make = Generator(needed(server, "fedcil").shape, self.latent, self.width)
-        features = server.forward(w, w.new_zeros(1, *server.shape), train=False).features
+        make = Generator(needed(server, "fedcil").inputs, self.latent, self.width)
+        features = server.forward(w, w.new_zeros(1, *server.inputs.shape), train=False).features
         seed = torch_seed(server.seed, "generator")
         return {"theta": make.fresh(seed, w), "adv": w.new_zeros(features.shape[1] + 1)}
 
@@ -100,24 +101,24 @@ class AcGan(Part):
 
     # the networks ----------------------------------------------------------------------------
     def make(
-        self, theta: Tensor, y: Tensor, shape: tuple[int, ...], random: np.random.Generator, k: int
+        self, theta: Tensor, y: Tensor, inputs: Inputs, random: np.random.Generator, k: int
     ) -> Tensor:
         """Inputs of the given labels among k classes, (n, *shape)."""
         if k > self.latent:
             raise EverfedError(f"fedcil: {k} classes need latent = {k} or more, not {self.latent}")
         code = noise(random, len(y), self.latent, theta)
         code[:, :k] = F.one_hot(y, k).to(code)
-        return Generator(tuple(shape), self.latent, self.width)(theta, code)
+        return Generator(inputs, self.latent, self.width)(theta, code)
 
     def slopes(
-        self, forward: Forward, nets: list[Tensor], x: Tensor, y: Tensor,
+        self, forward: Forward, nets: list[Tensor], x: Tensor, y: Tensor, inputs: Inputs,
         random: np.random.Generator, nll: bool,
     ) -> list[Tensor]:  # fmt: skip
         """Gradients in model, head and generator of their losses, x taken for real; without `nll`
         but for the classes of x."""
         w, adv, theta = (net.detach().requires_grad_() for net in nets)
         seen = forward(w, x)
-        fake = self.make(theta, y, x.shape[1:], random, seen.z.shape[1])
+        fake = self.make(theta, y, inputs, random, seen.z.shape[1])
         on_fake = forward(w, fake)
         judged = (real(adv, on_fake), F.cross_entropy(on_fake.z, y))
         loss = critic_loss(real(adv, seen), *judged)
@@ -148,8 +149,8 @@ class AcGan(Part):
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
         (x,), (y,) = c.batch[0], c.batch[1]
         need_classes(c.batch[1], "fedcil")
-        check_inputs(x, "fedcil")
-        own = self.begun(c)
+        check_inputs(x, c.inputs, "fedcil")
+        own, inputs = self.begun(c), c.inputs
         random = rng(c.seed, "generated batch", c.round, c.client, c.step)
 
         def forward(v: Tensor, x: Tensor) -> Seen:
@@ -158,28 +159,28 @@ class AcGan(Part):
 
         nets = [w[0], own["adv"], own["theta"]]
         with torch.enable_grad():
-            slopes = self.slopes(forward, nets, x, y, random, nll=False)
+            slopes = self.slopes(forward, nets, x, y, inputs, random, nll=False)
             if len(own["frozen"]):
                 past = own["past"].nonzero()[:, 0]
                 old = past[picks(random, len(y), len(past), w)]
-                made = self.make(own["frozen"], old, x.shape[1:], random, len(own["past"])).detach()
-                again = self.slopes(forward, nets, made, old, random, nll=True)
+                made = self.make(own["frozen"], old, inputs, random, len(own["past"])).detach()
+                again = self.slopes(forward, nets, made, old, inputs, random, nll=True)
                 slopes = [(a + b) / 2 for a, b in zip(slopes, again, strict=True)]
             if own["again"] and self.lam:
-                consistent = self.consistency(forward, nets, x, y, random, c.down["theta"])
+                consistent = self.consistency(forward, nets, x, y, inputs, random, c.down["theta"])
                 slopes[0] = slopes[0] + self.lam * consistent
         _, own["adv"].grad, own["theta"].grad = slopes
         own["descent"].step()
         return g + slopes[0]
 
     def consistency(
-        self, forward: Forward, nets: list[Tensor], x: Tensor, y: Tensor,
+        self, forward: Forward, nets: list[Tensor], x: Tensor, y: Tensor, inputs: Inputs,
         random: np.random.Generator, server: Tensor,
     ) -> Tensor:  # fmt: skip
         """The gradient in the model of lambda's term; `server` is the server's generator."""
         w = nets[0].detach().requires_grad_()
         z = forward(w, x).z
-        made = (x.shape[1:], random, z.shape[1])
+        made = (inputs, random, z.shape[1])
         ours = forward(w, self.make(nets[2], y, *made).detach()).z
         theirs = forward(w, self.make(server, y, *made)).z
         loss = F.cross_entropy(theirs, y) + divergence(z, theirs) + divergence(ours, theirs)
@@ -219,7 +220,7 @@ class AcGan(Part):
         """Model, head and generator after training on batches of each source in turn."""
         nets = [net.clone() for net in nets]
         descent = adam([{"params": nets}], self.server_rate)
-        random = rng(server.seed, "consolidation", server.round)
+        random, inputs = rng(server.seed, "consolidation", server.round), server.inputs
 
         def forward(v: Tensor, x: Tensor) -> Seen:
             seen = server.forward(v, x, train=True)
@@ -231,8 +232,8 @@ class AcGan(Part):
             theta, classes = sources[k % len(sources)]
             held = classes.nonzero()[:, 0]
             y = held[picks(random, self.size, len(held), theta)]
-            x = self.make(theta, y, server.shape, random, len(classes)).detach()
-            slopes = self.slopes(forward, nets, x, y, random, nll=True)
+            x = self.make(theta, y, inputs, random, len(classes)).detach()
+            slopes = self.slopes(forward, nets, x, y, inputs, random, nll=True)
             for net, slope in zip(nets, slopes, strict=True):
                 net.grad = slope
             descent.step()

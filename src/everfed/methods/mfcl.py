@@ -103,10 +103,10 @@ class DataFree(Part):
             return g
         need_classes(c.batch[1], "mfcl")
         real, labels = c.batch[0][0], c.batch[1][0]
-        check_inputs(real, "mfcl")
+        check_inputs(real, c.inputs, "mfcl")
         head, teacher = in_head(c.layout, w), c.down["teacher"]
         with torch.no_grad():
-            x = torch.cat([real, self.draw(c, real.shape[1:])])
+            x = torch.cat([real, self.draw(c)])
             u = c.forward(teacher, x, train=False, buffers=c.down["buffers"]).z
             y = torch.cat([labels, among(u, c.known)[len(real) :].argmax(1)])
         with torch.enable_grad():
@@ -118,9 +118,9 @@ class DataFree(Part):
             (kept,) = torch.autograd.grad(F.mse_loss(known(z, c), known(u, c)), v)
         return g + self.ft * tuned * head + self.kd * kept * ~head
 
-    def draw(self, c: Context, shape: tuple[int, ...]) -> Tensor:
+    def draw(self, c: Context) -> Tensor:
         """A batch of the generator, (size, *shape)."""
-        make = Generator(tuple(shape), self.latent, self.width)
+        make = Generator(c.inputs, self.latent, self.width)
         random = rng(c.seed, "synthetic batch", c.round, c.clients[0], c.step)
         theta = c.down["generator"]
         return make(theta, noise(random, self.size, self.latent, theta))
@@ -133,7 +133,7 @@ class DataFree(Part):
     def train(self, w: Tensor, server: Server) -> Tensor:
         """The generator's parameters."""
         random = rng(server.seed, "synthesis", server.round)
-        make = Generator(server.shape, self.latent, self.width)
+        make = Generator(server.inputs, self.latent, self.width)
         theta = make.fresh(torch_seed(server.seed, "generator", server.round), w).requires_grad_()
         descent = adam([{"params": [theta]}], self.rate)
         for _ in range(self.iterations):

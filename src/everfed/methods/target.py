@@ -86,7 +86,7 @@ class Synthesis(Part):
             return g
         x, y, _ = c.batch
         need_classes(y, "target")
-        check_inputs(x, "target")
+        check_inputs(x, c.inputs, "target")
         random = rng(c.seed, "synthetic batch", c.round, c.clients[0], c.step)
         drawn = picks(random, c.local.batch, len(c.down["x"]), w)
         with torch.enable_grad():
@@ -105,7 +105,7 @@ class Synthesis(Part):
     def synthesise(self, w: Tensor, server: Server) -> Tensor:
         """Inputs with random labels among the classes seen: (batches * size, *shape)."""
         random = rng(server.seed, "synthesis", server.round)
-        make = Generator(server.shape, self.latent, self.width)
+        make = Generator(server.inputs, self.latent, self.width)
         first = torch_seed(server.seed, "generator", server.round)
         common = make.fresh(first, w).requires_grad_()
         follow = adam([{"params": [common]}], GENERATOR * self.steps)
