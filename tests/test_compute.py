@@ -301,3 +301,18 @@ def test_cross_entropy_averages_the_positions_of_a_sequence():
     z, y = torch.randn(2, 5, 3), torch.randint(0, 3, (2, 5))
     expected = torch.stack([nn.functional.cross_entropy(z[k], y[k]) for k in range(2)])
     torch.testing.assert_close(cross_entropy(z, y), expected)
+
+
+def test_norms_of_the_small_network(digits):
+    """With BatchNorm the federation shares its running statistics, and tests go by them."""
+    stream = ef.streams.static(digits, clients=2, rounds=6)
+    options = {"local": ef.Local(lr=0.1, epochs=2), "workers": 1}
+    for norm, kind in (("batch", nn.BatchNorm2d), ("group", nn.GroupNorm)):
+        run = ef.run(ef.methods.fedavg(), stream, ef.models.cnn(1, 8, 10, 4, norm), **options)
+        found = [child for child in run.model.modules() if isinstance(child, kind)]
+        assert [child.weight.numel() for child in found] == [4, 8]
+        assert run.acc > 0.8
+        if norm == "batch":
+            assert all(child.running_mean.abs().sum() > 0 for child in found)
+    with pytest.raises(ef.EverfedError, match="no width of 3"):
+        ef.models.cnn(1, 8, 10, 3, "group")

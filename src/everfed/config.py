@@ -58,13 +58,14 @@ def _lenet(d: Data) -> models.Recipe:
     return models.lenet(*_image(d), d.classes)
 
 
-def _cnn(d: Data, width: PositiveInt = 16) -> models.Recipe:
+def _cnn(d: Data, width: PositiveInt = 16, norm: models.Norm = "none") -> models.Recipe:
     """Two 3x3 convolutions with pooling and a hidden dense layer.
 
     Args:
         width: channels of the first convolution; the second has twice as many.
+        norm: after each convolution, "none", "batch" or "group".
     """
-    return models.cnn(*_image(d), d.classes, width)
+    return models.cnn(*_image(d), d.classes, width, norm)
 
 
 def _resnet18(d: Data) -> models.Recipe:

@@ -74,7 +74,19 @@ def lenet(channels: int = 1, size: int = 28, classes: int = 10) -> Recipe:
     return Recipe("lenet", build, (channels, size, classes))
 
 
-def cnn(channels: int = 3, size: int = 32, classes: int = 10, width: int = 16) -> Recipe:
+#: what follows a convolution: nothing, BatchNorm, or GroupNorm, which keeps no statistics
+Norm = Literal["none", "batch", "group"]
+
+
+def _norm(norm: Norm, channels: int) -> list[nn.Module]:
+    if norm == "none":
+        return []
+    return [nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(2, channels)]
+
+
+def cnn(
+    channels: int = 3, size: int = 32, classes: int = 10, width: int = 16, norm: Norm = "none"
+) -> Recipe:
     """A small convolutional network: two 3x3 blocks with pooling, one hidden dense layer.
 
     Args:
@@ -82,20 +94,26 @@ def cnn(channels: int = 3, size: int = 32, classes: int = 10, width: int = 16) -
         size: their height and width, at least 4.
         classes: outputs.
         width: channels of the first convolution; the second has twice as many.
+        norm: after each convolution: "none", "batch" (whose statistics clients share, and data-free
+            generators go by) or "group" (which has none).
     """
     side = size // 4
     if side < 1:
         raise EverfedError(f"cnn needs images of at least 4 pixels, not {size}")
+    if norm == "group" and width % 2:
+        raise EverfedError(f"cnn: GroupNorm has two groups of channels, so no width of {width}")
 
     def build() -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(channels, width, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),
-            nn.Conv2d(width, 2 * width, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
+            nn.Conv2d(channels, width, 3, padding=1), *_norm(norm, width),
+            nn.MaxPool2d(2), nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1), *_norm(norm, 2 * width),
+            nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
             nn.Linear(2 * width * side * side, 4 * width), nn.ReLU(),
             nn.Linear(4 * width, classes),
         )  # fmt: skip
 
-    return Recipe("cnn", build, (channels, size, classes, width))
+    return Recipe("cnn", build, (channels, size, classes, width, norm))
 
 
 class Residual(nn.Module):
