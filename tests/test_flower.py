@@ -705,20 +705,11 @@ def test_the_systemd_units_are_sound(tmp_path):
     assert (len(units), done.returncode, done.stderr) == (2, 0, "")
 
 
-def test_data_that_live_at_the_sites(tmp_path):
-    """The server knows shape, classes and calendar; a site's samples change from round to round."""
-    path = tmp_path / "everfed.toml"
-    path.write_text(
-        """
+AT_SITES = """
 [data]
 name = "sites"
 shape = [4]
 classes = 2
-[stream]
-name = "sites"
-clients = 2
-rounds = [2, 2]
-tasks = ["before", "after"]
 [model]
 name = "mlp"
 hidden = [8]
@@ -727,6 +718,20 @@ lr = 0.5
 [flower]
 sites = 2
 poll = 0.001
+"""
+
+
+def test_data_that_live_at_the_sites(tmp_path):
+    """The server knows shape, classes and calendar; a site's samples change from round to round."""
+    path = tmp_path / "everfed.toml"
+    path.write_text(
+        AT_SITES
+        + """
+[stream]
+name = "sites"
+clients = 2
+rounds = [2, 2]
+tasks = ["before", "after"]
 [method]
 name = "cfl_coreset"
 size = 4
@@ -761,3 +766,31 @@ size = 4
     with pytest.raises(EverfedError, match="live at the sites"):
         configs.experiment(configs.read(path)).go()
     assert torch.equal(kept["memory.y"], (kept["memory.x"][:, 0] > 0).long())
+
+
+def test_sites_find_the_day_on_which_their_scanners_were_replaced(tmp_path):
+    """New samples in every round; from the fourth on, all of them 20 % brighter, with other labels."""
+    path = tmp_path / "everfed.toml"
+    path.write_text(
+        AT_SITES
+        + """
+[stream]
+name = "sites"
+clients = 2
+rounds = [8]
+[method]
+name = "special"
+[boundaries]
+by = "clients"
+"""
+    )
+
+    def samples(site, round_):
+        x = np.random.default_rng([round_, len(site)]).random((200, 4)).astype(np.float32)
+        return (1.2 * x if round_ >= 4 else x), (x[:, int(round_ >= 4)] > 0.5).astype(int)
+
+    settings = {"folder": str(tmp_path / "run")}
+    grid = Loop(client_app(path, samples), tmp_path, ("berlin", "oslo"), settings)
+    server_app(path)(grid, Context(1, 0, {}, RecordDict(), settings))
+    records, _ = read_records(tmp_path / "run")
+    assert [r["round"] for r in records if r["metric"] == "found_task"] == [4]
