@@ -126,14 +126,16 @@ def _tests(figure: FigureBase, page: Page, columns: int | None = None) -> None:
             axis.set_visible(False)
             continue
         _lines(axis, page, [page.tests[j]])
-        axis.set_title(_task(page, j), loc="left", fontsize=9)
+        if len(page.tasks) > 1:
+            axis.set_title(_task(page, j), loc="left", fontsize=9)
         if page.measure == "accuracy":
             axis.set_ylim(0, 100)
         if j >= len(page.tasks) - across:
             axis.set_xlabel("round")
             axis.tick_params(labelbottom=True)
     _legend(figure, page)
-    figure.supylabel(f"{page.measure} on each task{', %' if page.unit else ''}", fontsize=10)
+    which = " on each task" if len(page.tasks) > 1 else ""
+    figure.supylabel(f"{page.measure}{which}{', %' if page.unit else ''}", fontsize=10)
 
 
 def _legend(figure: FigureBase, page: Page, panel: Panel | None = None) -> None:
