@@ -39,17 +39,20 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 Result = dict[str, Any]
 
 
-def environment(name: str, packages: list[str]) -> Path | str:
-    """The python of a peer's environment, or why there is none."""
+def environment(name: str, packages: list[str], loose: list[str] | None = None) -> Path | str:
+    """The python of a peer's environment, or why there is none; `loose` packages come without what
+    they ask for."""
     folder = BENCH / name.split()[0].lower()
     python = folder / "bin" / "python"
     if not (folder / ".ready").exists():
         print(f"installing {name} into {folder} ...", flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        command = [python, "-m", "pip", "install", "-q", TORCH, "numpy", *packages]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            return (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+        wanted = [[TORCH, "numpy", *packages]] + ([["--no-deps", *loose]] if loose else [])
+        for some in wanted:
+            command = [str(python), "-m", "pip", "install", "-q", *some]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                return (done.stderr.strip().splitlines() or ["pip failed"])[-1]
         (folder / ".ready").touch()
     return python
 
