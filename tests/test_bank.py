@@ -79,8 +79,11 @@ def test_each_model_is_averaged_over_those_who_trained_it():
         "update": torch.tensor([[1.0], [2.0], [6.0]]),
         "1.slot": torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]),
         "1.head": torch.tensor([[1.0, 1.0], [0.0, 4.0], [8.0, 0.0]]),
+        "0.count": torch.tensor([[1.0], [1.0], [0.0]]),  # another part's, to be summed
     }
-    out = Bank().aggregate(uploads, torch.tensor([1.0, 1.0, 3.0]), frozenset())
+    means = frozenset(uploads) - {"0.count"}
+    out = Bank().aggregate(uploads, torch.tensor([1.0, 1.0, 3.0]), means)
+    torch.testing.assert_close(out["0.count"], torch.tensor([2.0]))
     torch.testing.assert_close(out["1.updates"], torch.tensor([[5.0], [0.0], [1.0]]))
     torch.testing.assert_close(out["1.heads"], torch.tensor([[6.0, 1.0], [0.0, 0.0], [1.0, 1.0]]))
     torch.testing.assert_close(out["1.mass"], torch.tensor([4.0, 0.0, 1.0]))

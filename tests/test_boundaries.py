@@ -30,25 +30,51 @@ def found(run) -> list[int]:
 
 
 @both
-def test_found_in_its_first_round_a_task_is_as_if_announced(by):
-    """The anchor is the model from before the change, and the server's rate that of the new task."""
+@pytest.mark.parametrize(
+    "method",
+    [ef.methods.special(0.25), ef.methods.scaffold(), ef.methods.er(), ef.methods.cfl_coreset(),
+     ef.methods.flwf2t(), ef.methods.pfeddil(), ef.methods.fedtrack() + ef.methods.special(0.1)],
+    ids=lambda method: method.name,
+)  # fmt: skip
+def test_found_in_its_first_round_a_task_is_as_if_announced(by, method):
+    """The round is played again: anchors and control variates are those from before the change,
+    memories keep what was held before, and rates are those of the new task. That costs traffic."""
     stream = domains("plain", "inverted", rounds=8)
-    finds = go(ef.methods.special(0.25), stream, boundaries=BY[by])
+    local = ef.Local(lr=0.2, epochs=2, batch=32, schedule="exponential", decay=0.9)
+    finds = go(method, stream, local=local, boundaries=BY[by])
+    told = go(method, stream, local=local)
     assert found(finds) == [8]
-    assert torch.equal(finds.vector, go(ef.methods.special(0.25), stream).vector)
-    assert not torch.equal(finds.vector, go(ef.methods.special(0.0), stream).vector)
+    assert torch.equal(finds.vector, told.vector)
+    sent, expected = (
+        [r["value"] for r in run.records if r["metric"] == "mb_down"] for run in (finds, told)
+    )
+    assert sent[:8] == expected[:8]
+    assert sent[8] == pytest.approx(expected[8] + expected[7])
+    assert sent[9:] == expected[9:]
 
 
-@both
-def test_learning_rates_begin_anew_in_the_round_after(by):
-    stream = domains("plain", "inverted", rounds=8)
-    runs = []
+def test_a_reply_from_before_a_found_boundary_begins_no_task():
+    """It is the only one of its round that could compare."""
+
+    class Planned(ef.Late):
+        def draw(self, cohort, seed, round_):
+            return {client: int((client, round_) == (0, 7)) for client in cohort}
+
+    stream, late = domains("plain", "inverted", rounds=8), Planned()
+    run = go(ef.methods.special(), stream, sample=None, late=late, boundaries=BY["clients"])
+    assert found(run) == [8]
+    lost = [(r["round"], r["value"]) for r in run.records if r["metric"] == "lost_replies"]
+    assert lost == [(8, 1)]
+
+
+def test_learning_rates_begin_anew_or_not_as_with_announced_tasks():
+    stream, vectors = domains("plain", "inverted", rounds=8), []
     for reset in (True, False):
-        local = ef.Local(lr=0.3, epochs=2, batch=32, schedule="exponential", decay=0.7, reset=reset)
-        runs.append(go(ef.methods.fedavg(), stream, local=local, boundaries=BY[by]))
-        assert found(runs[-1]) == [8]
-    anew, on = (run.matrix[1, 1] for run in runs)
-    assert anew > on + 0.2
+        local = ef.Local(lr=0.2, epochs=2, batch=32, schedule="exponential", decay=0.7, reset=reset)
+        run = go(ef.methods.fedavg(), stream, local=local, boundaries=BY["clients"])
+        assert torch.equal(run.vector, go(ef.methods.fedavg(), stream, local=local).vector)
+        vectors.append(run.vector)
+    assert not torch.equal(*vectors)
 
 
 @both
@@ -94,6 +120,14 @@ def test_clients_that_cannot_compare_are_named():
     fresh = ef.streams.evolving(ef.data.digits(["plain"]), clients=4, rounds=2, order="fresh")
     with pytest.raises(EverfedError, match="another one in every round: use 'server'"):
         go(ef.methods.fedavg(), fresh, boundaries=BY["clients"])
+    with pytest.raises(EverfedError, match="can never differ by boundaries.change = 4"):
+        Boundaries(by="clients", samples=11)
+    local = ef.Local(memory_bytes=5 * domains("plain", rounds=2).data.sample_bytes)
+    with pytest.raises(EverfedError, match="room for 5 samples to compare with, too few"):
+        go(ef.methods.fedavg(), domains("plain", rounds=2), local=local, boundaries=BY["clients"])
+    with pytest.raises(EverfedError, match="announce the tasks"):
+        go(ef.methods.cfl_coreset(), domains("plain", rounds=2), boundaries=BY["server"],
+           information_loss=True)  # fmt: skip
     private = ef.methods.privacy(noise=1.0)
     with pytest.raises(EverfedError, match="noise of privacy: use 'server'"):
         go(private, domains("plain", rounds=2), boundaries=BY["clients"])
@@ -121,7 +155,8 @@ def test_clients_find_an_easier_domain_and_the_server_does_not():
 class Moved(ef.streams.Stream):
     """One task of two domains: some clients go over to the second one in round 4."""
 
-    def __init__(self, moving: int) -> None:
+    def __init__(self, moving: int, small: int = 0) -> None:
+        self.small = small
         self.whole = ef.streams.domains(
             ef.data.digits(["plain", "inverted"]), clients=6, alpha=10.0, rounds=4
         )
@@ -132,7 +167,8 @@ class Moved(ef.streams.Stream):
         return ("all",)
 
     def samples(self, client: int, round_: int) -> np.ndarray:
-        return self.whole.samples(client, round_ if client < self.moving else round_ % 4)
+        held = self.whole.samples(client, round_ if client < self.moving else round_ % 4)
+        return held if client >= self.small else held[:5]
 
     def test(self, task: int) -> np.ndarray:
         return self.whole.test(0)
@@ -147,3 +183,11 @@ def test_a_task_begins_where_most_clients_have_other_data(moving, begun):
     assert found(run) == begun
     surprises = [r["value"] for r in run.records if r["metric"] == "surprise"]
     assert surprises == [0, 0, 0, 0, 2 * moving / 6, 0, 0, 0]
+
+
+def test_clients_with_too_few_samples_to_tell_are_not_asked():
+    """Of five samples and five, no order is 4 deviations from chance."""
+    run = go(ef.methods.fedavg(), Moved(6, small=5), sample=None, boundaries=BY["clients"])
+    assert found(run) == [4]
+    none = go(ef.methods.fedavg(), Moved(6, small=6), sample=None, boundaries=BY["clients"])
+    assert found(none) == []

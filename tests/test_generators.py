@@ -151,6 +151,7 @@ def test_mfcls_terms_by_hand():
     assert float(imbalance(torch.tensor([0.5, 0.25, 0.25]))) == pytest.approx(0.053605, abs=1e-6)
     assert float(imbalance(torch.tensor([0.5, 0.5]))) == pytest.approx(0, abs=1e-6)
     assert float(imbalance(torch.tensor([1.0, 0.0]))) == pytest.approx(1)
+    assert float(imbalance(torch.tensor([1.0]))) == 0  # nothing to share
 
 
 # what is made -------------------------------------------------------------------------------------
@@ -483,3 +484,19 @@ def test_fedcil_needs_room_for_a_code_of_every_class(plain):
     stream = ef.streams.classes(plain, tasks=2, clients=2, rounds=1)
     with pytest.raises(ef.EverfedError, match="latent = 10"):
         ef.run(ef.methods.fedcil(latent=6), stream, layers(64, 8, 10), workers=1)
+
+
+def test_one_new_class_at_a_time(plain):
+    """The first task's generator knows of a single class."""
+    stream = ef.streams.classes(plain, tasks=10, clients=2, rounds=1)
+    run = ef.run(ef.methods.mfcl(iterations=2, size=8), stream, layers(64, 8, 10), workers=1)
+    assert not [r for r in run.records if r["metric"] in ("dropped_updates", "lost_round")]
+
+
+def test_fedcil_after_a_task_in_which_nobody_was_online(plain):
+    away = ef.streams.present(
+        ef.streams.domains(ef.data.digits(["plain", "inverted"]), clients=2, rounds=1),
+        schedule={0: [(1, 2)], 1: [(1, 2)]},
+    )
+    run = ef.run(ef.methods.fedcil(iterations=1), away, layers(64, 8, 10), workers=1)
+    assert [r["value"] for r in run.records if r["metric"] == "clients"] == [2]

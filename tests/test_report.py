@@ -132,7 +132,12 @@ def test_runs_on_other_ground_are_marked():
     one = made(lines([0.5] * 4, []), "special", parts=[{"part": "Anchor", "lam": 1}], sample=4)
     same = made(lines([0.5] * 4, []), sample=4)
     other = made(lines([0.5] * 4, []), sample=8, stream={"alpha": 0.1, "seed": 3})
+    lossy = made(lines([0.5] * 4, []), sample=4, late={"lost": 0.8})
     assert gather(by_method([one, same])).notes == []
+    assert {len(group) for group in by_method([same, lossy]).values()} == {1}
+    assert gather(by_method([one, lossy])).notes == [
+        "the runs differ in late.lost: compare with care"
+    ]
     assert gather(by_method([one, other])).notes == [
         "the runs differ in sample, stream.alpha: compare with care"
     ]

@@ -18,7 +18,7 @@ all rounds without an alarm, a task begins where
 
     s - m > max(jump, deviations sigma)
 
-The model from before that round is then the one at the end of the task that is over.
+Either way the round is then played again, as the first one of a task that was announced.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ def shift(old: Tensor, new: Tensor) -> float:
     >>> round(shift(torch.arange(10.0), torch.arange(10.0) + 20), 2)
     3.78
     """
-    above = (new[:, None] - old).sign().double().mean() / 2
-    n, m = len(old), len(new)
-    return float(above) / math.sqrt((n + m + 1) / (12 * n * m))
+    above = float((new[:, None] - old).sign().mean()) / 2
+    return 2 * above * most(len(old), len(new))
+
+
+def most(n: int, m: int) -> float:
+    """The largest statistic of n and m numbers, where all of the new are above all of the old."""
+    return math.sqrt(3 * n * m / (n + m + 1))
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,13 @@ class Watch(Part):
         return update, {"tested": tested, "changed": changed}, {}
 
     def remember(self, w: Tensor, c: Context) -> State:
-        random = rng(c.seed, "watched", c.round, c.client)
-        kept = memory.uniform(c.ids, c.fits(self.samples), random)
+        random, room = rng(c.seed, "watched", c.round, c.client), c.fits(self.samples)
+        if most(room, self.samples) <= self.change:
+            raise EverfedError(
+                f"local.memory_bytes has room for {room} samples to compare with, too few to tell "
+                "a change: raise it"
+            )
+        kept = memory.uniform(c.ids, room, random)
         return {"ids": torch.from_numpy(kept), "task": torch.tensor([c.task])}
 
     def _compare(self, c: Context) -> tuple[bool, bool]:
@@ -82,6 +91,8 @@ class Watch(Part):
         if len(old) == 0 or int(c.mine["task"]) != c.task:
             return False, False
         new = memory.uniform(c.ids, self.samples, rng(c.seed, "compared", c.round, c.client))
+        if most(len(old), len(new)) <= self.change:
+            return False, False  # so few samples cannot tell
         losses, scores = [], []
         with torch.no_grad():
             for ids in (old, new):
@@ -114,6 +125,13 @@ class Boundaries:
     jump: NonNegativeFloat = 0.5
     #: server: and by how many deviations of its usual change
     deviations: NonNegativeFloat = 2.0
+
+    def __post_init__(self) -> None:
+        if most(self.samples, self.samples) <= self.change:
+            raise EverfedError(
+                f"boundaries.samples = {self.samples} can never differ by boundaries.change = "
+                f"{self.change:g} deviations: take more"
+            )
 
     @property
     def found(self) -> bool:

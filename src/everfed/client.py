@@ -164,10 +164,12 @@ class Phase(Context):
 
     @property
     def block(self) -> int:  # type: ignore[override]
+        if not self.program.announced:  # what is known of data sets is what was found
+            return self.task
         return self.program.stream.block(self.client, self.round)
 
     def each(self) -> list[Context]:
-        alone = (Phase(self.program, self.ask, [job], alone=True) for job in self.jobs)
+        alone = (Phase(self.program, self.ask, [job], alone=True) for job in self.jobs[: self.rows])
         return [phase.enter(self.part) for phase in alone]
 
     def _single(self) -> Job:
@@ -313,6 +315,7 @@ class ClientProgram:
     local: Local
     seed: int
     loss: LossFunction = cross_entropy
+    announced: bool = True  #: whether the stream tells where tasks begin
 
     def __post_init__(self) -> None:
         self.uniform = self.method.average == "uniform"

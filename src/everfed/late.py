@@ -2,7 +2,8 @@
 
 A reply that is tau rounds late counts in the round in which it comes, with its update times
 (1 + tau)^-discount (FedBuff has an exponent of 1/2): it was made for an older model. A client whose
-reply is under way is not asked for another one. Its state, which is its own, is new at once.
+reply is under way is not asked for another one. Its state, which is its own, is new at once. A
+reply that comes when its task is over is lost.
 """
 
 from __future__ import annotations
@@ -60,16 +61,18 @@ class Late:
         return float((1 + rounds) ** -self.discount)
 
 
-def held(client: int, sent: int, due: int, reply: Reducer) -> State:
-    """One client's reply, to be counted in round `due`; the way back is `count`."""
+def held(client: int, sent: int, due: int, task: int, reply: Reducer) -> State:
+    """One client's reply to a round of a task, to be counted in round `due`; the way back is
+    `count`."""
     rows: Uploads = {key: v for key, v in reply.values().items() if key in reply.kinds}
     kept = {key: v if key in reply.stacks else v[None] for key, v in rows.items()}
-    at = torch.tensor([client, sent, due])
+    at = torch.tensor([client, sent, due, task])
     return kept | {"at": at, "weight": torch.tensor([reply.weight], dtype=torch.float64)}
 
 
-def count(reply: State, into: Reducer, discount: float) -> None:
-    """Take a reply in, its update times `discount`."""
+def count(reply: State, into: Reducer, discount: float) -> str:
+    """Take a reply in, its update times `discount`; why it could not be, if so."""
+    client = int(reply["at"][0])
     rows = {key: value for key, value in reply.items() if key not in ("at", "weight")}
     rows["update"] = rows["update"] * discount
-    into.add([int(reply["at"][0])], rows, reply["weight"])
+    return "" if into.add([client], rows, reply["weight"]) else into.dropped[client]

@@ -61,7 +61,7 @@ class Loaded:
             name = part.get("part", "part")
             out |= {f"{name}.{key}": value for key, value in part.items() if key != "part"}
         out["average"] = _table(self.about, "method").get("average")
-        for section in ("stream", "local"):
+        for section in ("stream", "local", "late", "boundaries"):
             own = _table(self.about, section)
             kept = {key: value for key, value in own.items() if key not in ("seed", "tasks")}
             out |= {f"{section}.{key}": value for key, value in kept.items()}
@@ -141,7 +141,8 @@ def unequal(runs: dict[str, list[Loaded]]) -> list[str]:
     """Settings beside the methods' own in which runs differ: not all are on the same ground."""
     known = ("data", "sample", "parameters", "precision")
     found = differing([own[0].settings for own in runs.values()])
-    return [key for key in found if key.startswith("stream.") or key in known]
+    sections = ("stream.", "late.", "boundaries.")
+    return [key for key in found if key.startswith(sections) or key in known]
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -89,6 +89,16 @@ class Federation:
     asked: int = 0  #: exchanges done
     last: Tensor | None = None  #: the last mean update, folded, for the drift meters
 
+    def copy(self) -> Federation:
+        """As it is now, whatever a round does to it."""
+        own = {"parts": list(self.parts), "clients": dict(self.clients)}
+        own |= {"informed": set(self.informed), "late": list(self.late)}
+        return replace(self, **own)  # type: ignore[arg-type]
+
+    def restore(self, earlier: Federation) -> None:
+        """Go back to an earlier state, in place."""
+        vars(self).update(vars(earlier))
+
 
 @dataclass
 class Events:
@@ -98,6 +108,16 @@ class Events:
     warnings: list[str] = field(default_factory=list)
     changed: set[int] = field(default_factory=set)  #: clients whose state is new
     cohort: list[int] = field(default_factory=list)  #: clients that were asked
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A round's exchanges with its cohort."""
+
+    answer: Answer
+    start: Tensor  #: the model that clients began with, (d,)
+    down: list[State]  #: what came with it, part by part
+    values: State = field(default_factory=dict)  #: the replies, reduced; none: too few
 
 
 def draw_cohort(
@@ -133,10 +153,27 @@ class Rounds:
     boundaries: Boundaries = field(default_factory=Boundaries)
 
     def play(self, fed: Federation) -> Events:
-        """One round, in place. If no client's reply counts, the model stays as it was."""
+        """One round, in place. If no client's reply counts, the model stays as it was. One in which
+        a task is found to have begun is played again, as if the task had been announced."""
         events = Events()
         for i in self.method.using("prepare") if fed.round == 0 else ():
             fed.parts[i] = self.method.parts[i].prepare(fed.parts[i], fed.w, self._server(fed))
+        before = fed.copy() if self.boundaries.found else fed
+        asked = self._exchanges(fed, events)
+        if self.boundaries.found and asked.values:
+            surprise = self._surprise(fed, asked.values, events)
+            if surprise > 1:
+                fed.restore(replace(before, seen=fed.seen))
+                asked, events = self._begin_task(fed, events)
+            events.values["surprise"] = surprise
+        if asked.values:
+            self._fold(fed, asked.answer, asked.values, events)
+        self._count_held(fed, asked, events)
+        fed.round += 1
+        return events
+
+    def _exchanges(self, fed: Federation, events: Events) -> Asked:
+        """A round's cohort is drawn and asked."""
         cohort, short = self.draw(fed.round, self.sample, [int(r["at"][0]) for r in fed.late])
         online, events.cohort = len(cohort), cohort
         if short:
@@ -149,21 +186,15 @@ class Rounds:
         if cohort and self.method.using("probe"):
             cohort, down = self._probe(fed, cohort, start, down, events)
         answer = self._train(fed, start, down, cohort, events)
-        if answer.reducer.n < self.method.least:
-            events.values["lost_round"] = 1
-            few = "no client's update could be used"
-            if answer.reducer.n:
-                few = f"{answer.reducer.n} updates, and the method needs {self.method.least}"
-            why = few if online else "no client was online"
-            events.warnings.append(f"{why}: the model stays as it was")
-        else:
-            values = self._values(fed, answer, "train")
-            if self.boundaries.found:
-                self._look_for_a_task(fed, values, events)
-            self._fold(fed, answer, values, events)
-        self._count_held(fed, events.cohort, start, down, events)
-        fed.round += 1
-        return events
+        if answer.reducer.n >= self.method.least:
+            return Asked(answer, start, down, self._values(fed, answer, "train"))
+        events.values["lost_round"] = 1
+        few = "no client's update could be used"
+        if answer.reducer.n:
+            few = f"{answer.reducer.n} updates, and the method needs {self.method.least}"
+        why = few if online else "no client was online"
+        events.warnings.append(f"{why}: the model stays as it was")
+        return Asked(answer, start, down)
 
     def draw(
         self, round_: int, sample: int | None, busy: Sequence[int] = ()
@@ -185,7 +216,8 @@ class Rounds:
             if rounds:
                 own = self._ask("train", fed, start, down, [client], events)
                 if own.reducer.n:
-                    fed.late.append(held(client, fed.round, fed.round + rounds, own.reducer))
+                    at = (client, fed.round, fed.round + rounds, self._task(fed))
+                    fed.late.append(held(*at, own.reducer))
                     self._keep(fed, own, events)
         if prompt:
             answer = self._ask("train", fed, start, down, prompt, events)
@@ -200,16 +232,26 @@ class Rounds:
         return answer
 
     def _take_late(self, fed: Federation, answer: Answer, events: Events) -> None:
-        """Replies to earlier rounds that come in this one."""
+        """Replies to earlier rounds of the task that come in this one. Those of a task that is over
+        are lost: they go with states that have been closed."""
         come = [reply for reply in fed.late if reply["at"][2] <= fed.round] + answer.late
         fed.late = [reply for reply in fed.late if reply["at"][2] > fed.round]
+        counted = 0
         for reply in come:
-            client, sent, _ = reply["at"].tolist()
-            count(reply, answer.reducer, self.late.factor(fed.round - sent))
+            client, sent, _, task = reply["at"].tolist()
+            if task != self._task(fed):
+                _add(events.values, "lost_replies")
+                continue
+            why = count(reply, answer.reducer, self.late.factor(fed.round - sent))
+            if why:
+                _add(events.values, "dropped_updates")
+                events.warnings.append(f"dropped a late update: client {client}: {why}")
+                continue
+            counted += 1
             known = fed.clients.get(client) or [{} for _ in self.method.parts]
             answer.mine.setdefault(client, known)
-        if come:
-            events.values["late_updates"] = len(come)
+        if counted:
+            events.values["late_updates"] = counted
 
     def _probe(
         self, fed: Federation, cohort: list[int], start: Tensor, down: list[State], events: Events
@@ -256,20 +298,28 @@ class Rounds:
         fed.informed = set()
         return events
 
-    def _look_for_a_task(self, fed: Federation, values: State, events: Events) -> None:
-        """Ends a task before the round's update counts, where the replies show that it is over."""
+    def _surprise(self, fed: Federation, values: State, events: Events) -> float:
+        """How much the replies look like those of a new task: above 1, they are."""
         loss = events.values.get("train_loss")
         if loss is None and not self.method.using("seal"):
-            return  # of this round, only late replies
-        surprise = self.boundaries.told(self.method, values)
-        if surprise is None:
-            way = float(values["update"].norm()) / self.local.rate(*self._schedule(fed))
-            fed.seen, surprise = self.boundaries.watch(fed.seen, loss, way)
-        events.values["surprise"] = surprise
-        if surprise > 1:
-            self.end_task(fed)
-            fed.found.append(fed.round)
-            events.values["found_task"] = len(fed.found) + 1
+            return 0.0  # of this round, only late replies
+        told = self.boundaries.told(self.method, values)
+        if told is not None:
+            return told
+        way = float(values["update"].norm()) / self.local.rate(*self._schedule(fed))
+        fed.seen, surprise = self.boundaries.watch(fed.seen, loss, way)
+        return surprise
+
+    def _begin_task(self, fed: Federation, tried: Events) -> tuple[Asked, Events]:
+        """The round once more, as the first of a task; what was sent for nothing is counted."""
+        self.end_task(fed)
+        fed.found.append(fed.round)
+        events = Events()
+        asked = self._exchanges(fed, events)
+        for key in ("mb_up", "mb_down"):
+            events.values[key] = events.values.get(key, 0.0) + tried.values.get(key, 0.0)
+        events.values["found_task"] = len(fed.found) + 1
+        return asked, events
 
     def _task(self, fed: Federation) -> int:
         """The task of the next round as the method knows it."""
@@ -317,7 +367,7 @@ class Rounds:
             values["empty_clients"] = answer.empty
         if answer.reducer.dropped:
             dropped = answer.reducer.dropped
-            values["dropped_updates"] = values.get("dropped_updates", 0) + len(dropped)
+            _add(values, "dropped_updates", len(dropped))
             client, why = next(iter(sorted(dropped.items())))
             events.warnings.append(f"dropped {len(dropped)} update(s): client {client}: {why}")
         if answer.losses:
@@ -338,11 +388,10 @@ class Rounds:
         if any(once):
             fed.informed |= set(new)
 
-    def _count_held(
-        self, fed: Federation, cohort: list[int], start: Tensor, down: list[State], events: Events
-    ) -> None:
+    def _count_held(self, fed: Federation, asked: Asked, events: Events) -> None:
         """Memory of the client that holds most: the model it trains, what comes with it, what it
         keeps. Of states that live at sites nothing is known."""
+        cohort = events.cohort
         if not cohort or (isinstance(self.stream, Sites) and self.method.needs.client_state):
             return
         sample, parts = self.stream.data.sample_bytes, self.method.parts
@@ -357,7 +406,7 @@ class Rounds:
             )
 
         known = [fed.clients[i] for i in cohort if i in fed.clients]
-        sent = _megabytes([{"w": start, "b": fed.buffers}, *down])
+        sent = _megabytes([{"w": asked.start, "b": fed.buffers}, *asked.down])
         events.values["client_mb"] = sent + max((samples(o) + others(o) for o in known), default=0)
         if any(part.remembers for part in parts):
             events.values["memory_mb"] = max(map(samples, known), default=0.0)
@@ -438,6 +487,10 @@ class Rounds:
         last = folded(mean.float() if mean.dtype == torch.bfloat16 else mean)
         effective = reducer.weight**2 / reducer.weight_sq if reducer.weight_sq else 0.0
         return meters.of_cohort(mean, length, effective) | meters.turn(last, fed.last), last
+
+
+def _add(values: dict[str, float], key: str, number: float = 1) -> None:
+    values[key] = values.get(key, 0) + number
 
 
 def _shares(sizes: tuple[int, ...]) -> Tensor:

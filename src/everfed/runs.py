@@ -182,6 +182,8 @@ def run(
         raise EverfedError(
             "information_loss needs past data, which stay at the sites: it is for simulation"
         )
+    if information_loss and boundaries and boundaries.found:
+        raise EverfedError("information_loss needs to know the past data sets: announce the tasks")
     stream = stream.seeded(seed)
     check_stream(stream)
     for part in method.parts:
@@ -191,6 +193,7 @@ def run(
         method = boundaries.watching(method)
     with surroundings():
         program = prepare(method, stream, model, settings, seed, loss, precision, grouping, device)
+        program.announced = not (boundaries and boundaries.found)
         compute = program.compute
         what = {
             "method": method.describe(),
@@ -254,6 +257,7 @@ def run(
             name = f"{method.name}-seed{seed}"
             session.loggers.start(Begun(name, home, given, stream.tasks, fed.round))
             session.play(fed, records)
+            records = place.records() if place else records
             finished = True
         finally:
             session.loggers.close(finished)
@@ -319,7 +323,7 @@ class Session:
         self.warnings: list[str] = []
 
     def start(self, compute: Compute, found: Any) -> tuple[Federation, list[Record]]:
-        """A fresh state, or that of a checkpoint with the records up to it."""
+        """A fresh state, or that of a checkpoint; and records, where they are not in a folder."""
         if found:
             assert self.folder is not None
             fed = found.fed
@@ -329,7 +333,7 @@ class Session:
             fed.last = None if fed.last is None else fed.last.to(compute.device)
             fed.parts, fed.late = (_on_device(own, fed.w) for own in (fed.parts, fed.late))
             fed.clients = {i: _on_device(own, fed.w) for i, own in fed.clients.items()}
-            return fed, self.folder.records()
+            return fed, []
         w = compute.weights()
         parts = [part.init(w, compute.layout) for part in self.rounds.method.parts]
         return Federation(w, compute.read_buffers(), parts), []
@@ -407,9 +411,9 @@ class Session:
         return out
 
     def _keep(self, fed: Federation, records: list[Record], new: list[Record]) -> None:
-        records += new
         self.loggers.write(new)
         if self.folder is None:
+            records += new
             return
         self.folder.append(new)
         if time.monotonic() - self.saved_at >= self.checkpoint_seconds:

@@ -60,6 +60,8 @@ class FlowerEngine:
     run: str  #: the name of the run at the sites
     #: messages whose answers missed the deadline and may still come: client and request
     owed: dict[str, tuple[int, Ask]] = field(default_factory=dict)
+    #: such answers that have come, until a train exchange takes them: client -> what it was asked
+    late: dict[int, tuple[Opened, Ask]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tester = LocalEngine(self.program, 1)
@@ -95,7 +97,7 @@ class FlowerEngine:
             if len(here) >= self.terms.sites:
                 planned = self.program.stream.online(round_)
                 there = here if planned is None else here & set(np.asarray(planned).tolist())
-                there -= {client for client, _ in self.owed.values()}
+                there -= {client for client, _ in self.owed.values()} | set(self.late)
                 return np.array(sorted(there), dtype=np.int64)
             if time.monotonic() > until:
                 raise EverfedError(
@@ -123,7 +125,6 @@ class FlowerEngine:
         bad: dict[int, str] = {}
         silent: dict[int, str] = {}
         waiting: dict[str, int] = {}
-        late: dict[int, tuple[Opened, Ask]] = {}
         for attempt in range(self.terms.retries + 1):
             missing = [client for client in cohort if client not in good and client not in bad]
             if not missing or (attempt and len(good) >= need):
@@ -132,21 +133,23 @@ class FlowerEngine:
                 log(WARNING, f"round {ask.round + 1}: {self._short(good, cohort, silent)}; again")
                 self._await(missing, need - len(good))
                 again()
-            silent, waiting = self._exchange(ask, missing, states, good, bad, late)
+            silent, waiting = self._exchange(ask, missing, states, good, bad)
         if len(good) < need:
             raise EverfedError(
                 f"round {ask.round + 1}, {ask.exchange}: "
                 f"{self._short(good, cohort, silent | bad)}, "
                 f"and {need} are the quorum; the run can be resumed"
             )
+        answer = self._reduced(ask, good, silent | bad)
         if self.terms.late and ask.exchange == "train":
             self.owed |= {sent: (client, ask) for sent, client in waiting.items()}
-        answer = self._reduced(ask, good, silent | bad)
-        for client, (reply, own) in sorted(late.items()):
-            one = self._reduced(own, {client: reply}, {})
-            if one.reducer.n:
-                answer.late.append(held(client, own.round, ask.round, one.reducer))
-                answer.mine |= one.mine
+            for client, (reply, own) in sorted(self.late.items()):
+                one = self._reduced(own, {client: reply}, {})
+                if one.reducer.n:
+                    at = (client, own.round, ask.round, own.task)
+                    answer.late.append(held(*at, one.reducer))
+                    answer.mine |= one.mine
+            self.late = {}
         return answer
 
     def _await(self, clients: list[int], count: int) -> None:
@@ -166,10 +169,9 @@ class FlowerEngine:
         states: Mapping[int, list[State]],
         good: dict[int, Opened],
         bad: dict[int, str],
-        late: dict[int, tuple[Opened, Ask]],
     ) -> tuple[dict[int, str], dict[str, int]]:
         """One request to each client; fills `good`, `bad` and, with answers to earlier rounds,
-        `late`, and gives who did not answer, and the messages that have no answer yet."""
+        `self.late`, and gives who did not answer, and the messages that have no answer yet."""
         waiting: dict[str, int] = {}
         silent: dict[int, str] = {}
         shared = vectors(ask)
@@ -192,7 +194,7 @@ class FlowerEngine:
             for reply in self.replies.look({**waiting, **self.owed}):
                 to = reply.metadata.reply_to_message_id
                 if to in self.owed:
-                    self._take_late(reply, *self.owed.pop(to), late)
+                    self._take_late(reply, *self.owed.pop(to))
                     continue
                 client = waiting.pop(to, NONE)
                 if client == NONE:
@@ -210,14 +212,12 @@ class FlowerEngine:
         none = f"no answer in {self.terms.deadline:g} s"
         return silent | dict.fromkeys(waiting.values(), none), waiting
 
-    def _take_late(
-        self, reply: Message, client: int, ask: Ask, late: dict[int, tuple[Opened, Ask]]
-    ) -> None:
+    def _take_late(self, reply: Message, client: int, ask: Ask) -> None:
         """An answer to an earlier round; one that cannot be used is no more than one that never
         came."""
         try:
             if not reply.has_error():
-                late[client] = open_reply(reply.content, ask, *self._expected(ask)), ask
+                self.late[client] = open_reply(reply.content, ask, *self._expected(ask)), ask
         except ValueError as error:
             log(WARNING, f"client {client}, late: its reply {error}")
 
@@ -249,12 +249,13 @@ class FlowerEngine:
 
     def _masked(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
         """Ask so that only the sum of all uploads is seen."""
-        clients, shared = {self.roll.nodes[client]: client for client in cohort}, vectors(ask)
+        shared = vectors(ask)
         answer = Answer(self._reducer(ask), {})
         for attempt in range(self.terms.retries + 1):
             if attempt:
                 log(WARNING, f"round {ask.round + 1}: too few for a masked sum; again")
-                self.roll.greet()
+                self.roll.greet()  # a site may have come back as another node
+            clients = {self.roll.nodes[client]: client for client in cohort}
             contents = {
                 node: wrap(ask, self.run, _token(states.get(client)), shared)
                 for node, client in clients.items()
@@ -356,11 +357,12 @@ def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
         made, name = _made(Path(config), context), _site(context)
         with surroundings():
             local, seed = made.options["local"], made.options["seed"]
-            method = made.options["boundaries"].watching(made.method)
+            boundaries = made.options["boundaries"]
+            method, announced = boundaries.watching(made.method), not boundaries.found
             ask, run, token = unwrap(message.content)
             stream, store = made.stream.seeded(seed), _store(context, made.terms, name, run)
             held = samples or partial(rehearsed, stream)
-            site = Site(name, method, stream, made.model, local, seed, held, store)
+            site = Site(name, method, stream, made.model, local, seed, held, store, announced)
             answered, masked = site.answer(ask, token), message.metadata.message_type == "train"
             if masked:
                 needed = any(part.spread for part in method.parts)

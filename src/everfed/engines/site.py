@@ -159,6 +159,7 @@ class Site:
     seed: int
     samples: Samples
     store: Store
+    announced: bool = True  #: whether the stream tells where tasks begin
 
     def answer(self, ask: Ask, asked: int) -> Answered:
         """The reply to a request that goes on from the state of token `asked` (NONE: from none)."""
@@ -170,7 +171,9 @@ class Site:
         stream = AtSite(self.stream, table, len(x))
         compute = choose(self.model(), table.x[0], torch.device("cpu"), "float32", "auto")
         data = table.to(compute.device, compute.dtype)
-        program = ClientProgram(self.method, compute, stream, data, self.local, self.seed)
+        program = ClientProgram(
+            self.method, compute, stream, data, self.local, self.seed, announced=self.announced
+        )
         job = program.job(client_of(self.name), ask.round, mine, ask.start)
         (reply,) = program.run(ask, [job])
         token = token_of(ask.round, ask.exchange)

@@ -240,6 +240,8 @@ class AcGan(Part):
         return [net.detach() for net in nets]
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
+        if "newest" not in s:  # no client has answered yet
+            return s
         return s | {"past": s["newest"], "past_classes": s["newest_classes"]}
 
 

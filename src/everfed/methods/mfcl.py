@@ -46,7 +46,10 @@ from everfed.vector import Layout
 
 
 def imbalance(p: Tensor) -> Tensor:
-    """1 + sum_c p_c log p_c / log C: 0 for equal shares p, (C,), and 1 for a single class."""
+    """1 + sum_c p_c log p_c / log C: 0 for equal shares p, (C,), and 1 for a single class of
+    several; one that is alone has its share."""
+    if len(p) == 1:
+        return p.new_zeros(())
     return 1 + torch.xlogy(p, p).sum() / math.log(len(p))
 
 

@@ -135,8 +135,11 @@ class Bank(Part):
         return head.detach()
 
     def aggregate(self, uploads: State, weights: Tensor, means: frozenset[str]) -> State:
-        """All means, and those of each model over the clients that trained it."""
-        out = {key: torch.tensordot(weights / weights.sum(), v, 1) for key, v in uploads.items()}
+        """All means and sums, and means of each model over the clients that trained it."""
+        share = weights / weights.sum()
+        out = {
+            k: torch.tensordot(share, v, 1) if k in means else v.sum(0) for k, v in uploads.items()
+        }
         (i,) = (key.partition(".")[0] for key in uploads if key.endswith(".slot"))
         trained = uploads[f"{i}.slot"].T * weights  # (models, clients)
         share = trained / trained.sum(1, keepdim=True).clamp(min=1e-12)
@@ -145,14 +148,18 @@ class Bank(Part):
         return out | {f"{i}.{key}": value for key, value in each.items()}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        bank, mass = s["bank"], r["mass"]
+        bank, mass, updates = s["bank"], r["mass"], r["updates"]
+        if len(mass) <= len(bank):  # late replies alone, from before the bank grew
+            grown = len(bank) + 1 - len(mass)
+            mass, updates = F.pad(mass, (0, grown)), F.pad(updates, (0, 0, 0, grown))
         heads = s["heads"] if len(bank) else s["heads"].new_zeros(0, r["heads"].shape[1])
         if mass[-1] > 0:  # the task's new model, which began at the server's
             bank = torch.cat([bank, r.w.unsqueeze(0)])
             heads = torch.cat([heads, r["heads"][-1:]])
         count = len(bank)
-        bank = bank + r["updates"][:count]
-        heads = where((mass[:count] > 0).unsqueeze(1), r["heads"][:count], heads)
+        bank = bank + updates[:count]
+        fitted = F.pad(r["heads"], (0, 0, 0, max(0, count - len(r["heads"]))))[:count]
+        heads = where((mass[:count] > 0).unsqueeze(1), fitted, heads)
         newest = int(mass.argmax())
         return bank[newest] - r.w, s | {"bank": bank, "heads": heads}
 
