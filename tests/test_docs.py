@@ -13,11 +13,13 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from everfed.config import Config, parse
 from everfed.methods import METHODS
 
+NUMBER = re.compile(r"[-+]?\d+\.?\d*")
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
@@ -65,6 +67,11 @@ def play(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             with redirect_stdout(StringIO()) as out:
                 exec(compile(block.text, page, "exec"), session)
             said = out.getvalue()
+            if (
+                after.language == "text"
+            ):  # results are those shown, up to another machine's rounding
+                shown, got = (np.array(NUMBER.findall(t), float) for t in (after.text, said))
+                np.testing.assert_allclose(got, shown, atol=0.04, err_msg=f"{page}\n{said}")
         elif block.language == "text":
             missing = words(block.text) - words(said)
             assert not missing, f"{page} shows {missing}, which is not in\n{said}"

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from logging import ERROR
 from pathlib import Path
 
@@ -799,3 +800,70 @@ by = "clients"
     server_app(path)(grid, Context(1, 0, {}, RecordDict(), settings))
     records, _ = read_records(tmp_path / "run")
     assert [r["round"] for r in records if r["metric"] == "found_task"] == [4]
+
+
+CALENDAR = """
+[stream]
+name = "sites"
+clients = 2
+rounds = {rounds}
+[method]
+name = "special"
+"""
+
+
+def at_sites(home, rounds, folder, sites=("berlin", "oslo"), changes="", spoil=None):
+    """A run of SPECIAL on data that change with every round."""
+    path = home / "everfed.toml"
+    path.write_text(AT_SITES + CALENDAR.format(rounds=rounds))
+
+    def samples(site, round_):
+        x = np.random.default_rng([round_, len(site)]).random((20, 4)).astype(np.float32)
+        return x, (x[:, 0] > 0.5).astype(int)
+
+    settings = {"folder": str(home / folder), "set": changes}
+    grid = Loop(client_app(path, samples), home, sites, settings, spoil)
+    server_app(path)(grid, Context(1, 0, {}, RecordDict(), settings))
+    return grid
+
+
+def test_a_federation_that_has_come_to_its_end_is_prolonged(tmp_path):
+    """By rounds of the last task, then by a task, whose anchor is the model at the other's end."""
+    for rounds in ([2], [3], [3, 2]):
+        at_sites(tmp_path, rounds, "grown")
+    at_sites(tmp_path, [3, 2], "whole")
+    assert np.array_equal(model(tmp_path / "grown"), model(tmp_path / "whole"))
+    grown, whole = (
+        [(r["round"], r["task"], r["value"]) for r in read_records(tmp_path / name)[0]
+         if r["metric"] == "train_loss"]
+        for name in ("grown", "whole")
+    )  # fmt: skip
+    assert grown == whole
+    for other in ([2, 3], [3], [3, 1]):
+        with pytest.raises(EverfedError, match="was run with another stream"):
+            at_sites(tmp_path, other, "grown")
+
+
+def test_a_round_waits_for_its_time(tmp_path):
+    began = []
+
+    def note(site, message, reply):
+        if message.metadata.message_type == TRAIN:
+            began.append((site, time.monotonic()))
+        return reply
+
+    at_sites(tmp_path, [3], "run", sites=("0", "1"), changes="flower.every=0.3", spoil=note)
+    times = [at for site, at in began if site == "0"]
+    assert len(times) == 3
+    # answers are given when they are asked for, at the earliest when the round begins
+    assert times[2] - times[0] >= 0.3
+
+
+def test_sites_are_called_by_their_names(tmp_path, caplog):
+    def spoil(site, message, reply):
+        return garbage(reply) if site == "oslo" and reply.content.array_records else reply
+
+    with caplog.at_level("WARNING", logger="flwr"):
+        at_sites(tmp_path, [1], "run", spoil=spoil)
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "dropped 1 update(s): site oslo:" in said

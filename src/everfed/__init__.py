@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Boundaries", "Context", "EverfedError", "Late", "Local", "Method", "Part", "Reduced", "Run",
-    "State", "Stream", "data", "dot", "loggers", "methods", "metrics", "models", "run", "sq",
-    "streams", "theory",
+    "State", "Stream", "data", "dot", "load_model", "loggers", "methods", "metrics", "models",
+    "run", "sq", "streams", "theory",
 ]  # fmt: skip
 
 #: where each public name lives; imported when first used, so that `everfed --help` is quick
@@ -34,6 +34,7 @@ _NAMES = {
     "State": "method",
     "Stream": "streams",
     "dot": "vector",
+    "load_model": "export",
     "run": "runs",
     "sq": "vector",
 }
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from everfed import data, loggers, methods, metrics, models, streams, theory
     from everfed.boundaries import Boundaries
     from everfed.errors import EverfedError
+    from everfed.export import load_model
     from everfed.late import Late
     from everfed.local import Local
     from everfed.method import Context, Method, Part, Reduced, State

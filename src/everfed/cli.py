@@ -165,6 +165,18 @@ def show(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    file: Annotated[Path, typer.Argument(help="Where to, ending in .safetensors.")],
+) -> None:
+    """Write the model of a run as a file of named tensors; the run may go on meanwhile."""
+    from everfed.export import export as write_weights
+
+    rounds = write_weights(run, file)
+    print(f"model after {rounds} rounds: {file}")
+
+
+@app.command()
 def report(
     runs: RunPaths,
     output: Annotated[
@@ -501,7 +513,7 @@ def flower_new(
     for path in deploy.new(folder):
         out.print(f"  {path}", highlight=False, soft_wrap=True)
     out.print(
-        "\nA rehearsal on this machine: everfed run with the app's everfed.toml.\n"
+        f"\nA rehearsal on this machine: everfed run {next(folder.glob('*/everfed.toml'))}\n"
         "Your own data: everfed.toml and data.py. Real sites: docs/deployment.md",
         highlight=False,
         soft_wrap=True,

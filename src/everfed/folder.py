@@ -89,10 +89,14 @@ class RunFolder:
                 (path / sub).mkdir(parents=True, exist_ok=True)
             folder._take_lock()
             folder.records_path.touch()
-            write(path / "config.json", json.dumps(config, indent=1, default=str).encode())
+            folder.describe(config)
         except OSError as error:
             raise failed(error, path) from error
         return folder
+
+    def describe(self, config: Mapping[str, Any]) -> None:
+        """Write down what is run."""
+        write(self.path / "config.json", json.dumps(config, indent=1, default=str).encode())
 
     @staticmethod
     def open(path: Path) -> RunFolder:

@@ -61,6 +61,10 @@ class Engine(Protocol):
         states are for those that predict."""
         ...
 
+    def name(self, client: int) -> str:
+        """A client, for people."""
+        ...
+
     def describe(self) -> str:
         """Where and how clients are asked, for people."""
         ...
@@ -245,7 +249,7 @@ class Rounds:
             why = count(reply, answer.reducer, self.late.factor(fed.round - sent))
             if why:
                 _add(events.values, "dropped_updates")
-                events.warnings.append(f"dropped a late update: client {client}: {why}")
+                events.warnings.append(f"dropped a late update: {self.engine.name(client)}: {why}")
                 continue
             counted += 1
             known = fed.clients.get(client) or [{} for _ in self.method.parts]
@@ -369,7 +373,8 @@ class Rounds:
             dropped = answer.reducer.dropped
             _add(values, "dropped_updates", len(dropped))
             client, why = next(iter(sorted(dropped.items())))
-            events.warnings.append(f"dropped {len(dropped)} update(s): client {client}: {why}")
+            who = self.engine.name(client)
+            events.warnings.append(f"dropped {len(dropped)} update(s): {who}: {why}")
         if answer.losses:
             values["train_loss"] = float(np.mean(answer.losses))
         return answer

@@ -215,11 +215,15 @@ def run(
             "python": platform.python_version(),
             "torch": torch.__version__,
             "config": config,
+            "layout": {
+                "weights": compute.layout.names_and_shapes(),
+                "buffers": compute.buffer_layout.names_and_shapes(),
+            },
             "task_rounds": [stream.length(k) for k in range(len(stream.tasks))],
             "head": stream.head,
             "stateless": stream.stateless,
         }
-        place, found, notes = _place(folder, resume, what, about)
+        place, found, notes = _place(folder, resume, what, about, stream)
         if engine is None:
             made, meta = _local_engine(program, workers, sample, found, notes)
         else:
@@ -333,10 +337,20 @@ class Session:
             fed.last = None if fed.last is None else fed.last.to(compute.device)
             fed.parts, fed.late = (_on_device(own, fed.w) for own in (fed.parts, fed.late))
             fed.clients = {i: _on_device(own, fed.w) for i, own in fed.clients.items()}
+            if found.meta["done"]:
+                self.folder.append(self._prolong(fed))
             return fed, []
         w = compute.weights()
         parts = [part.init(w, compute.layout) for part in self.rounds.method.parts]
         return Federation(w, compute.read_buffers(), parts), []
+
+    def _prolong(self, fed: Federation) -> list[Record]:
+        """The boundary after what used to be the last round, where a task has been added since."""
+        stream, at = self.rounds.stream, fed.round - 1
+        added = fed.round < stream.rounds and stream.last_of_task(at)
+        if not added or self.rounds.boundaries.found:
+            return []
+        return self._lines(at, stream.task(at), self.rounds.end_task(fed))
 
     def play(self, fed: Federation, records: list[Record]) -> None:
         """All rounds that are left."""
@@ -653,11 +667,16 @@ def _check_model(compute: Compute, stream: Stream, data: Data, loss: LossFunctio
 
 
 def _place(
-    folder: str | Path | None, resume: bool, what: dict[str, Any], about: dict[str, Any]
+    folder: str | Path | None,
+    resume: bool,
+    what: dict[str, Any],
+    about: dict[str, Any],
+    stream: Stream,
 ) -> tuple[RunFolder | None, Checkpoint | None, list[str]]:
     """The run's folder, the checkpoint to go on from, and notes on damaged ones.
 
-    `what` must be the same when the run is resumed; `about` is kept for readers.
+    `what` must be the same when the run is resumed, but for a stream that prolongs the earlier one;
+    `about` is kept for readers.
     """
     if folder is None:
         if resume:
@@ -668,12 +687,17 @@ def _place(
         return RunFolder.create(path, about | what), None, []
     place = RunFolder.open(path)
     before = place.config()
+    longer = stream.prolongs(before.get("stream", {}))
     for key, value in what.items():
         if before.get(key) != _plain(value):
+            if longer and key in ("stream", "tasks", "data"):
+                continue
             place.close()
             raise EverfedError(
                 f"{path} was run with another {key}: {before.get(key)!r}, not {_plain(value)!r}"
             )
+    if longer:
+        place.describe(before | what | {"task_rounds": about["task_rounds"]})
     found, notes = place.load()
     if found is None:
         notes.append("there is no usable checkpoint yet: starting from the first round")

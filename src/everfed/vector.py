@@ -8,7 +8,7 @@ views a module trains on are already in the order in which CPU convolutions are 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -107,6 +107,15 @@ class Layout:
     def of_buffers(module: nn.Module) -> Layout:
         """The floating buffers of a module (running statistics)."""
         return Layout._build((n, b) for n, b in module.named_buffers() if b.is_floating_point())
+
+    @staticmethod
+    def from_names(shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:
+        """The layout of tensors with these names and shapes."""
+        return Layout._build((name, torch.empty(*shape, device="meta")) for name, shape in shapes)
+
+    def names_and_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """What `from_names` makes a layout of."""
+        return [(slot.name, slot.shape) for slot in self.slots]
 
     @staticmethod
     def _build(tensors: Iterable[tuple[str, Tensor]]) -> Layout:

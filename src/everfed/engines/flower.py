@@ -60,6 +60,8 @@ class FlowerEngine:
     run: str  #: the name of the run at the sites
     #: messages whose answers missed the deadline and may still come: client and request
     owed: dict[str, tuple[int, Ask]] = field(default_factory=dict)
+    #: the last round that was begun, and when the next one may
+    paced: tuple[int, float] = (-1, 0.0)
     #: such answers that have come, until a train exchange takes them: client -> what it was asked
     late: dict[int, tuple[Opened, Ask]] = field(default_factory=dict)
 
@@ -67,6 +69,9 @@ class FlowerEngine:
         self.tester = LocalEngine(self.program, 1)
         self.roll = Roll(self.grid, self.terms)
         self.replies = Inbox(self.grid, self.terms.poll)
+
+    def name(self, client: int) -> str:
+        return self.roll.name(client)
 
     def describe(self) -> str:
         return f"Flower, {len(self.roll.nodes)} sites"
@@ -88,6 +93,7 @@ class FlowerEngine:
     def online(self, round_: int) -> np.ndarray:
         """The sites that are connected, once there are enough of them; of those, the ones that the
         stream has online and that do not owe an answer."""
+        self._pace(round_)
         oldest = round_ - self.terms.late
         self.owed = {sent: own for sent, own in self.owed.items() if own[1].round >= oldest}
         until = time.monotonic() + self.terms.wait
@@ -108,6 +114,14 @@ class FlowerEngine:
                 log(INFO, f"waiting for sites: {len(here)} of at least {self.terms.sites}")
                 told = True
             time.sleep(self.terms.poll)
+
+    def _pace(self, round_: int) -> None:
+        """Wait for the time at which a round may begin."""
+        if round_ == self.paced[0]:
+            return
+        while (left := self.paced[1] - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))
+        self.paced = (round_, time.monotonic() + self.terms.every)
 
     # asking ----------------------------------------------------------------------------------
     def ask(
@@ -159,7 +173,8 @@ class FlowerEngine:
             time.sleep(self.terms.poll)
 
     def _short(self, good: Mapping[int, Any], cohort: list[int], why: Mapping[int, str]) -> str:
-        reasons = "; ".join(f"client {client}: {text}" for client, text in sorted(why.items())[:3])
+        some = sorted(why.items())[:3]
+        reasons = "; ".join(f"{self.name(client)}: {text}" for client, text in some)
         return f"{len(good)} of {len(cohort)} clients have answered ({reasons})"
 
     def _exchange(
@@ -219,7 +234,7 @@ class FlowerEngine:
             if not reply.has_error():
                 self.late[client] = open_reply(reply.content, ask, *self._expected(ask)), ask
         except ValueError as error:
-            log(WARNING, f"client {client}, late: its reply {error}")
+            log(WARNING, f"{self.name(client)}, late: its reply {error}")
 
     def _expected(self, ask: Ask) -> tuple[dict[str, int], set[str]]:
         shapes = {"update": len(ask.start), "buffers": len(ask.buffers)}
@@ -234,7 +249,7 @@ class FlowerEngine:
         answer = Answer(self._reducer(ask), {})
         for client, reply in sorted(good.items()):
             if reply.lost:
-                log(WARNING, f"client {client} has lost its state and begins anew")
+                log(WARNING, f"{self.name(client)} has lost its state and begins anew")
             if reply.empty:
                 answer.empty += 1
                 continue

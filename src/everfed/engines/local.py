@@ -49,6 +49,9 @@ class LocalEngine:
         self.count = workers if pool.available() else 1
         self.workers: list[pool.Worker] = []
 
+    def name(self, client: int) -> str:
+        return f"client {client}"
+
     def describe(self) -> str:
         where = self.program.compute
         plural = "worker" if self.count == 1 else "workers"

@@ -26,9 +26,15 @@ class Roll:
     nodes: dict[int, int] = field(default_factory=dict)  #: client -> the node it is at
     greeted: dict[int, str] = field(default_factory=dict)  #: node -> message, not yet answered
     met: set[int] = field(default_factory=set)  #: nodes that have said who they are
+    names: dict[int, str] = field(default_factory=dict)  #: client -> the name of its site
 
     def __post_init__(self) -> None:
         self.inbox = Inbox(self.grid, self.terms.poll)
+
+    def name(self, client: int) -> str:
+        """A client, for people: the site's name, if it has one that is no number."""
+        named = self.names.get(client, str(client))
+        return f"client {named}" if named.isdecimal() else f"site {named}"
 
     def greet(self) -> set[int]:
         """Ask nodes that are new who they are; the clients that are connected."""
@@ -51,11 +57,13 @@ class Roll:
                 log(WARNING, f"node {node} does not say who it is: {reason(reply.error)}")
                 continue
             try:
-                client = client_of(str(reply.content.config_records["site"]["name"]))
+                name = str(reply.content.config_records["site"]["name"])
             except KeyError:
                 log(WARNING, f"node {node} does not say who it is")
                 continue
+            client = client_of(name)
+            self.names[client] = name
             if self.nodes.get(client, node) in here - {node}:
-                log(WARNING, f"two nodes say that they are client {client}: the newer counts")
+                log(WARNING, f"two nodes say that they are {self.name(client)}: the newer counts")
             self.nodes[client] = node
             self.met.add(node)

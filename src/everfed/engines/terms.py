@@ -26,6 +26,8 @@ class Terms:
     quorum: Annotated[float, Field(gt=0, le=1)] = 0.5
     #: how often clients that did not answer are asked again before a round fails
     retries: NonNegativeInt = 2
+    #: seconds from the beginning of a round to that of the next, at least
+    every: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     #: rounds after its own in which an answer that missed the deadline still counts, less (see
     #: [late]); until then its client is not asked again
     late: NonNegativeInt = 0

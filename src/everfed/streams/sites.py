@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,16 @@ class Sites(Stream):
 
     def test(self, task: int) -> np.ndarray:
         return self.tests[task] if task < len(self.tests) else np.zeros(0, dtype=np.int64)
+
+    def prolongs(self, described: Mapping[str, Any]) -> bool:
+        """Where tasks, or rounds of the last one, are added: what lies behind stays as it was."""
+        own, rounds = self.describe(), described.get("rounds", [])
+        k = len(rounds)
+        if set(own) != set(described) or not 0 < k <= len(self.task_rounds):
+            return False
+        *earlier, last = self.task_rounds[:k]
+        own |= {"rounds": [*earlier, min(last, rounds[-1])], "tasks": list(self.names[:k])}
+        return own == dict(described)
 
     def describe(self) -> dict[str, Any]:
         known = {"clients": self.clients, "rounds": list(self.task_rounds), "head": self.head}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -41,6 +41,10 @@ class Stream(ABC):
     counted: Literal["class", "domain"] = "class"
     #: whether a client is another one in every round, so that it cannot keep a state
     stateless: bool = False
+
+    def prolongs(self, described: Mapping[str, Any]) -> bool:
+        """Whether a run of the stream that `describe` described so may go on with this one."""
+        return False
 
     @abstractmethod
     def samples(self, client: int, round_: int) -> np.ndarray:
