@@ -34,11 +34,11 @@ from everfed.engines.site import (
     Samples,
     Site,
     Store,
-    client_of,
+    rehearsed,
     run_folder,
     run_name,
 )
-from everfed.engines.terms import Terms
+from everfed.engines.terms import Pace, Terms
 from everfed.engines.wire import Opened, open_reply, unwrap, vectors, whole, wrap, wrap_reply
 from everfed.errors import EverfedError
 from everfed.late import held
@@ -46,7 +46,6 @@ from everfed.method import Method, State
 from everfed.reduce import Reducer, kinds, pieces, reducer
 from everfed.runs import Progress, run, surroundings
 from everfed.streams.sites import tested
-from everfed.streams.stream import Stream
 
 
 # the server ----------------------------------------------------------------------------------
@@ -60,14 +59,12 @@ class FlowerEngine:
     run: str  #: the name of the run at the sites
     #: messages whose answers missed the deadline and may still come: client and request
     owed: dict[str, tuple[int, Ask]] = field(default_factory=dict)
-    #: the last round that was begun, and when the next one may
-    paced: tuple[int, float] = (-1, 0.0)
     #: such answers that have come, until a train exchange takes them: client -> what it was asked
     late: dict[int, tuple[Opened, Ask]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tester = LocalEngine(self.program, 1)
-        self.roll = Roll(self.grid, self.terms)
+        self.roll, self.pace = Roll(self.grid, self.terms), Pace(self.terms.every)
         self.replies = Inbox(self.grid, self.terms.poll)
 
     def name(self, client: int) -> str:
@@ -93,7 +90,7 @@ class FlowerEngine:
     def online(self, round_: int) -> np.ndarray:
         """The sites that are connected, once there are enough of them; of those, the ones that the
         stream has online and that do not owe an answer."""
-        self._pace(round_)
+        self.pace.wait(round_)
         oldest = round_ - self.terms.late
         self.owed = {sent: own for sent, own in self.owed.items() if own[1].round >= oldest}
         until = time.monotonic() + self.terms.wait
@@ -114,14 +111,6 @@ class FlowerEngine:
                 log(INFO, f"waiting for sites: {len(here)} of at least {self.terms.sites}")
                 told = True
             time.sleep(self.terms.poll)
-
-    def _pace(self, round_: int) -> None:
-        """Wait for the time at which a round may begin."""
-        if round_ == self.paced[0]:
-            return
-        while (left := self.paced[1] - time.monotonic()) > 0:
-            time.sleep(min(left, 1.0))
-        self.paced = (round_, time.monotonic() + self.terms.every)
 
     # asking ----------------------------------------------------------------------------------
     def ask(
@@ -393,12 +382,6 @@ def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
         app.train(exchange)(answer)
     app.train()(answer)  # what Flower's mod masks
     return app
-
-
-def rehearsed(stream: Stream, site: str, round_: int) -> tuple[Tensor, Tensor]:
-    """The samples that a stream gives to a site."""
-    ids = torch.from_numpy(stream.samples(client_of(site), round_))
-    return stream.data.x[ids], stream.data.y[ids]
 
 
 def _site(context: Context) -> str:

@@ -57,6 +57,12 @@ def client_of(site: str) -> int:
     return 2**40 + int.from_bytes(hashlib.sha256(site.encode()).digest()[:5], "big")
 
 
+def rehearsed(stream: Stream, site: str, round_: int) -> tuple[Tensor, Tensor]:
+    """The samples that a stream gives to a site."""
+    ids = torch.from_numpy(stream.samples(client_of(site), round_))
+    return stream.data.x[ids], stream.data.y[ids]
+
+
 def run_name(folder: Path) -> str:
     """The name of the run in a server's folder, by which sites tell its states from another's."""
     path = folder / "name"

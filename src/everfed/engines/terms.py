@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
@@ -41,3 +42,18 @@ class Terms:
     folder: str = "~/.everfed/run"
     #: where sites keep their states
     store: str = "~/.everfed/sites"
+
+
+class Pace:
+    """When a round may begin: some seconds after the last one did."""
+
+    def __init__(self, every: float) -> None:
+        self.every, self.round, self.next = every, -1, 0.0
+
+    def wait(self, round_: int) -> None:
+        """Wait for the time at which a round may begin; one that has begun goes on."""
+        if round_ == self.round:
+            return
+        while (left := self.next - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))
+        self.round, self.next = round_, time.monotonic() + self.every
