@@ -67,6 +67,14 @@ def test_verdicts(fedavg, coreset, verdict):
     assert chosen.judge(runs).verdict == verdict
 
 
+def test_without_figures_to_meet_there_is_only_an_ordering():
+    chosen = preset.Preset(
+        "x", "what", {"best 5": {"a": 86.0, "b": 88.0}}, ["best 5: b > a"], {}, {}, {}
+    )
+    runs = {"a": loaded("a", [0.3] * 5), "b": loaded("b", [0.4] * 5)}
+    assert chosen.judge(runs).verdict.startswith("ordering only: the figures are of a larger")
+
+
 def test_a_reproduction_goes_on_where_it_stopped(tmp_path, monkeypatch):
     """A tiny preset through the command line: runs, tables, reproduction.md, a second call."""
     text = """

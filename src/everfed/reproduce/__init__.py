@@ -36,6 +36,8 @@ class Outcome:
     tables: list[Table] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     short: bool = False  #: whether the runs are too short to say anything of the paper
+    #: whether the paper's figures are of another size of network or data, and are not to be met
+    smaller: bool = False
 
     @property
     def verdict(self) -> str:
@@ -43,7 +45,8 @@ class Outcome:
             return "too short for a verdict: run it without --quick"
         held = sum(finding.holds for finding in self.findings)
         if held == len(self.findings):
-            return "reproduced"
+            smaller = "ordering only: the figures are of a larger experiment"
+            return smaller if self.smaller else "reproduced"
         if all(finding.holds for finding in self.findings if not finding.figure):
             figures = [finding.holds for finding in self.findings if finding.figure]
             return f"ordering only: {sum(figures)} of {len(figures)} figures are as in the paper"

@@ -104,6 +104,7 @@ class Preset:
             [self._table(measure, values) for measure, values in found.items()],
             [self._hold(claim, found) for claim in self.claims] + self._close(found),
             short,
+            smaller=not self.within,
         )
 
     def _table(self, measure: str, values: Values) -> Table:
