@@ -48,6 +48,12 @@ def plan(config: configs.Config, folder: Path) -> list[Entry]:
     ]
 
 
+def check(config: configs.Config) -> None:
+    """Raise ConfigError where one of the methods does not go with its local settings."""
+    for name in config.compare.methods:
+        configs.runnable({"name": name}, config)
+
+
 def create(config: configs.Config, folder: Path) -> None:
     """A comparison's folder, with the configuration that its runs share."""
     if (folder / "compare.json").exists():
