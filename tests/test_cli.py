@@ -90,11 +90,11 @@ def test_only_the_methods_that_are_run_have_to_go_with_the_local_settings():
     scaffold = configs.parse(both | {"method": {"name": "scaffold"}})
     with pytest.raises(configs.ConfigError, match="SCAFFOLD's option 2"):
         configs.experiment(scaffold)
-    comparing.check(scaffold)
+    assert comparing.prepare(scaffold).name == "digits"
     several = configs.parse(both | {"compare": {"methods": ["fedavg", "scaffold"]}})
     assert configs.experiment(several).method.name == "fedavg"
     with pytest.raises(configs.ConfigError, match="SCAFFOLD's option 2"):
-        comparing.check(several)
+        comparing.prepare(several)
 
 
 def test_own_names_for_methods_with_settings():

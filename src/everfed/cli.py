@@ -106,11 +106,10 @@ def compare(
     if seeds is not None:
         more.append(f"compare.seeds={_seeds(seeds)}")
     settings = configs.read(config, more)
-    comparing.check(settings)  # what is missing or impossible is told at once
-    made = configs.experiment(settings, settings.compare.methods[0])
+    read = comparing.prepare(settings)
     place = folder or _new_folder("compare")
     comparing.create(settings, place)
-    _run_all(settings, place, jobs, made.stream.data)
+    _run_all(settings, place, jobs, read)
     _show([place])
 
 
@@ -373,13 +372,12 @@ def reproduce(
 
 def _compare_with_paper(name: str, size: str | None, place: Path, jobs: int | None) -> Outcome:
     from everfed import compare as comparing
-    from everfed import config as configs
     from everfed.records import collect
     from everfed.reproduce import preset
 
     chosen = preset.read(name)
     settings = chosen.settings(size)
-    read = configs.experiment(settings).stream.data  # a missing file is told at once
+    read = comparing.prepare(settings)
     if not (place / "compare.json").exists():
         comparing.create(settings, place)
     elif comparing.opened(place) != settings:

@@ -48,10 +48,13 @@ def plan(config: configs.Config, folder: Path) -> list[Entry]:
     ]
 
 
-def check(config: configs.Config) -> None:
-    """Raise ConfigError where one of the methods does not go with its local settings."""
+def prepare(config: configs.Config) -> Data:
+    """The data that the runs share; what is missing or impossible is told at once."""
     for name in config.compare.methods:
         configs.runnable({"name": name}, config)
+    read = configs.table(config)
+    configs.experiment(config, config.compare.methods[0], read=read)
+    return read
 
 
 def create(config: configs.Config, folder: Path) -> None:
