@@ -276,6 +276,7 @@ TABLES = {
     "class.csv": ("a,c\n1,0\n2,\n", {}, r"column 'c' has 1 empty cells \(the first in row 3\)"),
     "semi.csv": ("a;b;c\n1;2;0\n", {"label": "c"}, "is it separated by ';'"),
     "owner.csv": ("a,b,c\n1,2,0\n", {"client": "d"}, "no column 'd'; it has a, b, c"),
+    "bare.csv": ("a,b\n1,2\n", {"client": "a", "task": "b"}, "no columns to predict b from"),
     "single.csv": ("a,t,c\n1,x,0\n2,x,0\n2,y,1\n", {"task": "t"}, "too few rows to keep some"),
     "short.csv": ("a,b,c\n1,2,0\n2,1\n", {}, "row 3: 2 cells, not 3"),
     "hole.csv": ("a,b,c\n1,2,0\n2,nan,1\n", {}, "'b' holds NaN .* in row 3"),

@@ -96,7 +96,8 @@ def _series(
     if not columns or not len(next(iter(columns.values()))):
         raise EverfedError(f"{path} has no columns or no rows")
     of_rows = [column for column in (client, task) if column]
-    label = label or [column for column in columns if column not in of_rows][-1]
+    others = [column for column in columns if column not in of_rows]
+    label = label or (others or list(columns))[-1]
     for wanted in (label, *of_rows, *drop):
         if wanted not in columns:
             raise EverfedError(f"{path} has no column {wanted!r}; it has {', '.join(columns)}")
