@@ -271,15 +271,36 @@ def test_one_table_from_three_kinds_of_files(tmp_path):
 
 
 TABLES = {
-    "text.csv": ("a,b,c\n1,x,0\n2,y,1\n", {}, "column 'b' holds text"),
+    "text.csv": ("a,b,c\n1,2,0\n2,y,1\n", {}, r"column 'b' holds text \('y' in row 3\)"),
+    "cell.csv": ("a,b,c\n1,2,0\n, ,1\n", {"drop": "a"}, r"column 'b' has 1 empty cells .* row 3"),
+    "class.csv": ("a,c\n1,0\n2,\n", {}, r"column 'c' has 1 empty cells \(the first in row 3\)"),
+    "semi.csv": ("a;b;c\n1;2;0\n", {"label": "c"}, "is it separated by ';'"),
+    "owner.csv": ("a,b,c\n1,2,0\n", {"client": "d"}, "no column 'd'; it has a, b, c"),
+    "bare.csv": ("a,b\n1,2\n", {"client": "a", "task": "b"}, "no columns to predict b from"),
+    "single.csv": ("a,t,c\n1,x,0\n2,x,0\n2,y,1\n", {"task": "t"}, "too few rows to keep some"),
     "short.csv": ("a,b,c\n1,2,0\n2,1\n", {}, "row 3: 2 cells, not 3"),
-    "hole.csv": ("a,b,c\n1,2,0\n2,nan,1\n", {}, "NaN"),
+    "hole.csv": ("a,b,c\n1,2,0\n2,nan,1\n", {}, "'b' holds NaN .* in row 3"),
     "empty.csv": ("", {}, "is empty"),
     "label.csv": ("a,b,c\n1,2,0\n", {"label": "d"}, "no column 'd'; it has a, b, c"),
     "drop.csv": ("a,b,c\n1,2,0\n", {"drop": ["a", "b"]}, "no columns to predict c from"),
     "bad.arff": ("@relation r\n@data\nnonsense", {}, "ARFF|no columns"),
     "a.txt": ("a", {}, "must end in"),
 }
+
+
+def test_a_table_with_owners_and_tasks(tmp_path):
+    """Two wards take turns in winter and in spring, the first season as long as both of the next."""
+    rows = [f"{'AB'[k % 2]},{'spring' if k >= 20 else 'winter'},{k},{k % 3}" for k in range(30)]
+    (tmp_path / "a.csv").write_text("\ufeffward,season,heat,outcome\n" + "\n".join(rows) + "\n")
+    data = ef.data.series("a.csv", tmp_path, client="ward", task="season")
+    assert data.tasks == ("winter", "spring")  # as they come, not by name
+    assert data.x.shape == (30, 1)
+    assert data.test.tolist() == [16, 17, 18, 19, 28, 29]  # the last fifth of each, in each season
+    assert float(data.x[data.train].mean()) == pytest.approx(0, abs=1e-6)
+    stream = ef.streams.given(data, rounds=2)
+    assert (stream.clients, stream.rounds) == (2, 4)
+    assert stream.samples(1, 2).tolist() == [21, 23, 25, 27]
+    assert stream.test(1).tolist() == [28, 29]
 
 
 @pytest.mark.parametrize("file", list(TABLES))

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from everfed import compare as comparing
 from everfed import config as configs
+from everfed.cli import _seeds
 from everfed.methods import METHODS
 from everfed.metrics import matrix, summarise
 
@@ -41,7 +43,7 @@ MISTAKES = [
     ({"present": {"schedule": {"1": [3]}}}, "present.schedule should be a valid tuple"),
     ({"stream": {"name": "periodic", "shape": "round"}}, "stream.shape should be 'smooth' or 'abrupt'"),
     ({"method": {"name": "fedavg", "plus": [{"name": "fedprox", "mo": 1}]}},
-     "unknown key method.plus.mo; did you mean 'mu'?"),
+     "unknown key method.plus.mo (there are mu, average)"),
     ({"method": {"name": "fedavg", "local": {"lr": 0}}}, "method.local.lr should be greater than 0"),
     ({"method": {"name": "fedavg", "stream": {"alfa": 1}}}, "unknown key method.stream.alfa"),
     ({"local": {"lr": "fast"}}, "local.lr should be a valid number, not 'fast'"),
@@ -57,7 +59,17 @@ MISTAKES = [
     ({"methods": {"weak": {"name": "specal"}}}, "methods.weak.name: no 'specal'; did you mean 'special'"),
     ({"methods": {"weak": {"name": "special", "lan": 1}}}, "unknown key methods.weak.lan"),
     ({"workers": 0}, "workers should be greater than 0 or 'auto', not 0"),
-    ({"method": {"name": "scaffold"}, "local": {"momentum": 0.9}}, "SCAFFOLD's option 2"),
+    ({"method": {"name": "foo"}}, "method.name: no 'foo' (there are "),
+    ({"method": {"name": "fedavg,special"}}, "'everfed compare' takes several methods"),
+    ({"methods": {"fedavg": {"name": "lwf"}}}, "'fedavg' is another method than 'lwf'; choose a name"),
+    ({"epochs": 2}, "unknown key epochs; did you mean 'local.epochs'?"),
+    ({"rounds": 2}, "did you mean 'late.rounds' or 'stream.rounds'?"),
+    ({"data": {"name": "csv"}}, "data.name: no 'csv'; did you mean 'series'?"),
+    ({"data": {"name": ["digits"]}}, "data.name: no ['digits']"),
+    ({"data": {"name": "digits", "domains": "plain"}}, 'data.domains takes a list, such as ["plain"], not'),
+    ({"data": {"name": "series", "file": "a.csv", "drop": "[a, b]"}}, 'such as ["a", "b"], not'),
+    ({"compare": {"seeds": "0-2"}}, "compare.seeds takes a list, such as [0, 1], not '0-2'"),
+    ({"local": {"lr": 0, "epochs": 2.5}}, "local.lr should be greater than 0, not 0"),
     ({"local": {"nesterov": True}}, "local.nesterov needs local.momentum"),
     ({"local": {"lr": float("inf")}}, "local.lr should be a finite number"),
     ({"compare": {"seeds": [0, 0]}}, "compare.seeds has 0 twice"),
@@ -70,6 +82,19 @@ def test_mistakes_in_a_configuration(values, said):
         configs.parse(values)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_only_the_methods_that_are_run_have_to_go_with_the_local_settings():
+    """SCAFFOLD's option 2 takes plain SGD; FedAvg beside it takes any."""
+    both = {"local": {"momentum": 0.9}, "compare": {"methods": ["fedavg"]}, "methods": {"nccl": {}}}
+    scaffold = configs.parse(both | {"method": {"name": "scaffold"}})
+    with pytest.raises(configs.ConfigError, match="SCAFFOLD's option 2"):
+        configs.experiment(scaffold)
+    assert comparing.prepare(scaffold).name == "digits"
+    several = configs.parse(both | {"compare": {"methods": ["fedavg", "scaffold"]}})
+    assert configs.experiment(several).method.name == "fedavg"
+    with pytest.raises(configs.ConfigError, match="SCAFFOLD's option 2"):
+        comparing.prepare(several)
 
 
 def test_own_names_for_methods_with_settings():
@@ -111,7 +136,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     ):  # fmt: skip
         everfed("run", "--set", change, cwd=tmp_path, expect=2)
     assert "methods.NAME.lam" in everfed("compare", "--set", "method.lam=1", expect=2).stderr
+    assert "-m is empty: name" in everfed("compare", "-m", "", cwd=tmp_path, expect=2).stderr
+    assert "-s takes seeds" in everfed("compare", "-s", "", cwd=tmp_path, expect=2).stderr
+    tight = ["--set", "local.lr=1", "-m", "fedavg,nccl"]  # nccl needs less
+    assert "NCCL's adaptive" in everfed("compare", *tight, cwd=tmp_path, expect=2).stderr
     assert not (tmp_path / "runs").exists()  # nothing was begun
+
+
+def test_seeds_of_the_command_line():
+    assert _seeds("0,2") == [0, 2]
+    assert _seeds("7") == [7]
+    assert _seeds("0-2, 5") == [0, 1, 2, 5]
+    for text in ("", "x", "2-0", "1-", "-1", "0,,1"):
+        with pytest.raises(configs.ConfigError, match="-s takes seeds, for example 0,1,2 or 0-2"):
+            _seeds(text)
 
 
 def test_default_and_changes():
@@ -213,7 +251,9 @@ def test_list():
     for name in (*configs.STREAMS, "[present]"):
         assert name in streams
     assert "digits" in everfed("list", "datasets").stdout
-    assert "lenet" in everfed("list", "models").stdout
+    models = re.sub(r"[\s│]+", " ", everfed("list", "models", COLUMNS="250").stdout)
+    assert "lenet" in models
+    assert "pip install 'everfed[text]'" in models  # brackets are no markup
     assert "no list of 'things'" in everfed("list", "things", expect=2).stderr
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import everfed as ef
+from everfed import config as configs
 from everfed import memory
 from everfed.data import files
 from everfed.errors import EverfedError
@@ -148,6 +149,8 @@ BAD = [
      "test_task"),
     (lambda: ef.data.arrays(np.zeros((2, 2)), [0, 1], test=(np.zeros((1, 3)), [0])), "test inputs"),
     (lambda: ef.data.digits(["plane"]), "no digit domain 'plane'"),
+    (lambda: ef.data.digits("plane"), "no digit domain 'plane'"),
+    (lambda: ef.data.arrays(np.zeros((2, 2)), ["a", "b"]), "labels must be numbers.*np.unique"),
     (lambda: ef.streams.domains(ef.data.arrays(np.zeros((2, 2)), [0, 1])), "no task column"),
     (lambda: ef.streams.given(ef.data.digits(["plain"])), "no client column"),
     (lambda: ef.streams.domains(ef.data.digits(), order=["plain", "x"]), "no domain 'x'"),
@@ -244,9 +247,24 @@ def test_npz_files(tmp_path):
     np.savez(tmp_path / "e.npz", x=x, y=y[:-1])
     with pytest.raises(EverfedError, match="one entry a sample"):
         ef.data.npz("e.npz", tmp_path)
-    np.savez(tmp_path / "f.npz", x=x, y=y.astype(str))
-    with pytest.raises(EverfedError, match="must be numbers"):
-        ef.data.npz("f.npz", tmp_path)
+    np.savez(tmp_path / "f.npz", x=x, y=np.array(["well", "ill"])[y])
+    words, numbers = ef.data.npz("f.npz", tmp_path), ef.data.npz("a.npz", tmp_path)
+    assert words.y.tolist() == (1 - numbers.y).tolist()  # sorted: ill, well
+    np.savez(tmp_path / "g.npz", x=x, y=y + 0.5)
+    config = configs.parse({"data": {"name": "npz", "file": str(tmp_path / "g.npz")}})
+    with pytest.raises(EverfedError, match="labels of g are not whole numbers"):
+        configs.table(config)
+
+
+def test_the_row_with_nan_is_the_files(tmp_path):
+    """Not its place after some rows were held out."""
+    x, y = np.zeros((60, 3)), np.tile([0, 1], 30)
+    x[7, 1] = np.nan
+    np.savez(tmp_path / "a.npz", x=x, y=y)
+    np.savez(tmp_path / "b.npz", x_train=y, y_train=y, x_test=x, y_test=y)
+    for file, name in (("a.npz", "x"), ("b.npz", "x_test")):
+        with pytest.raises(EverfedError, match=rf"1 of 60 inputs in {name} hold NaN .*at row 7,"):
+            ef.data.npz(file, tmp_path)
 
 
 def test_standardised_channels():

@@ -84,7 +84,7 @@ def test_what_a_page_tells_to_type_works(page, tmp_path, monkeypatch):
 
 def test_configurations_shown_for_own_data_are_valid():
     shown = [block for block in blocks("own_data.md") if block.language == "toml"]
-    assert len(shown) == 5
+    assert len(shown) == 6
     for block in shown:
         assert isinstance(parse(tomllib.loads(block.text)), Config)
 

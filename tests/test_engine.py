@@ -227,6 +227,11 @@ MISTAKES = [
     (lambda d: ef.run(ef.methods.fedavg(), ef.streams.classes(ef.data.digits(["plain"])),
                       ef.models.mlp(64, 12)), "one output a class, 10"),
     (lambda d: ef.Local(nesterov=True), "momentum"),
+    (lambda d: ef.Local(epochs=2.5), "^Local: epochs should be a valid integer, not 2.5$"),
+    (lambda d: ef.Local(0.1, 2, 0), "^Local: steps should be greater than 0, not 0$"),
+    (lambda d: ef.Local(epoch=2), "^Local has no 'epoch'; did you mean 'epochs'?"),
+    (lambda d: ef.methods.special(lam="x"), "^special: lam should be a valid number or 'auto', not 'x'$"),
+    (lambda d: ef.methods.er(0), "^er: memory should be greater than 0, not 0$"),
 ]  # fmt: skip
 
 

@@ -34,8 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-out = Console()
-err = Console(stderr=True)
+out = Console(markup=False)  # texts hold brackets of their own, as 'everfed[flower]'
+err = Console(stderr=True, markup=False)
 
 ConfigFile = Annotated[
     Path | None, typer.Argument(help="A TOML file; without one, the default (the demo's) is used.")
@@ -57,7 +57,7 @@ def main() -> None:
     except EverfedError as error:
         mistake = error.exit_code != 130  # 130: stopped on request
         text, style = (f"error: {error}", "red") if mistake else (str(error), None)
-        err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        err.print(text, style=style, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
 
 
@@ -87,7 +87,7 @@ def compare(
     methods: Annotated[
         str | None, typer.Option("--methods", "-m", help="Comma-separated, e.g. fedavg,special.")
     ] = None,
-    seeds: Annotated[str | None, typer.Option("--seeds", "-s", help="E.g. 0,1,2.")] = None,
+    seeds: Annotated[str | None, typer.Option("--seeds", "-s", help="E.g. 0,1,2 or 0-2.")] = None,
     folder: Folder = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")] = None,
 ) -> None:
@@ -99,15 +99,17 @@ def compare(
     for change in more:
         if change.startswith("method."):
             raise configs.ConfigError(f"compare has no single method: use methods.NAME{change[6:]}")
-    if methods:
+    if methods is not None:
+        if not methods.strip():
+            raise configs.ConfigError("-m is empty: name methods, for example fedavg,special")
         more.append(f"compare.methods={[m.strip() for m in methods.split(',')]}")
-    if seeds:
-        more.append(f"compare.seeds=[{seeds}]")
+    if seeds is not None:
+        more.append(f"compare.seeds={_seeds(seeds)}")
     settings = configs.read(config, more)
-    made = configs.experiment(settings)  # what is missing or impossible is told at once
+    read = comparing.prepare(settings)
     place = folder or _new_folder("compare")
     comparing.create(settings, place)
-    _run_all(settings, place, jobs, made.stream.data)
+    _run_all(settings, place, jobs, read)
     _show([place])
 
 
@@ -204,7 +206,7 @@ def report(
         from everfed.report.figure import save_all
 
         said += f"\nfigures: {len(save_all(page, figures))} files in {figures}"
-    out.print(said, markup=False, highlight=False, soft_wrap=True)
+    out.print(said, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -238,7 +240,7 @@ def stream(
     made = configs.experiment(settings).stream.seeded(settings.seed)
     seen = look(made, settings.seed)
     said = f"{made.data.name}: {made.clients} clients, {made.rounds} rounds, seed {settings.seed}"
-    out.print(said, markup=False, highlight=False, soft_wrap=True)
+    out.print(said, highlight=False, soft_wrap=True)
     _notes(made.data.notes)
     out.print(seeing.table(seen, narrow=out.width < 120))
     out.print(seeing.EXPLAINED, style="dim", highlight=False)
@@ -250,7 +252,7 @@ def stream(
     if drawn is not None:
         out.print(f"{drawn} What that does to training: everfed advise.", highlight=False)
     seeing.picture(made, seen, picture)
-    out.print(f"picture: {picture}", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"picture: {picture}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -287,13 +289,13 @@ def advise(
         said = f"a pilot of {run.rounds_done} rounds with fedavg"
     signs = advising.read(run)
     advice = advising.advise(signs, keep)
-    out.print(f"From {said}:", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"From {said}:", highlight=False, soft_wrap=True)
     for reason in advice.reasons:
-        out.print(f"  - {reason}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"  - {reason}", highlight=False, soft_wrap=True)
     if signs.method != "fedavg":
         _notes([f"the signs are of {signs.method}: FedAvg's are surer, of a pilot's run"])
     text = advice.toml(settings)
-    out.print(f"Try: {advice}\n", style="bold", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"Try: {advice}\n", style="bold", highlight=False, soft_wrap=True)
     if output is None:
         print(text, end="")
         return
@@ -301,7 +303,7 @@ def advise(
         output.write_text(text)
     except OSError as error:
         raise EverfedError(f"{output} cannot be written: {error.strerror}") from None
-    out.print(f"everfed compare {output}", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"everfed compare {output}", highlight=False, soft_wrap=True)
 
 
 @app.command("list")
@@ -348,7 +350,9 @@ def config_() -> None:
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="What to reproduce; 'everfed list' has them all.")],
+    name: Annotated[
+        str, typer.Argument(help="What to reproduce; 'everfed list reproductions' has them all.")
+    ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds and rounds.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="The paper's network and rounds, for a GPU.")
@@ -375,18 +379,17 @@ def reproduce(
     for finding in outcome.findings:
         out.print(f"{'yes' if finding.holds else 'no ':3}  {finding.claim}: {finding.found}",
                   highlight=False, soft_wrap=True)  # fmt: skip
-    out.print(f"[bold]{outcome.verdict}[/] ({time.perf_counter() - began:.0f} s)")
+    out.print(Text(outcome.verdict, "bold"), f"({time.perf_counter() - began:.0f} s)")
 
 
 def _compare_with_paper(name: str, size: str | None, place: Path, jobs: int | None) -> Outcome:
     from everfed import compare as comparing
-    from everfed import config as configs
     from everfed.records import collect
     from everfed.reproduce import preset
 
     chosen = preset.read(name)
     settings = chosen.settings(size)
-    read = configs.experiment(settings).stream.data  # a missing file is told at once
+    read = comparing.prepare(settings)
     if not (place / "compare.json").exists():
         comparing.create(settings, place)
     elif comparing.opened(place) != settings:
@@ -492,7 +495,7 @@ def theory_drift(
     )
     data = made.stream.data.name
     said = f"{data}: {found.clients} clients, rounds 1 to {found.rounds}, at the first model"
-    out.print(said, markup=False, highlight=False, soft_wrap=True)
+    out.print(said, highlight=False, soft_wrap=True)
     out.print(seeing.drifts(found))
     out.print(seeing.MEASURED, style="dim", highlight=False)
 
@@ -570,6 +573,22 @@ def _new_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{number}"
 
 
+def _seeds(text: str) -> list[int]:
+    """0,1,2 or 0-2, as `compare -s` takes them."""
+    from everfed.config import ConfigError
+
+    found: list[int] = []
+    try:
+        for item in text.split(","):
+            first, dash, last = item.partition("-")
+            found += range(int(first), int(last if dash else first) + 1)
+    except ValueError:
+        found = []
+    if not found:
+        raise ConfigError(f"-s takes seeds, for example 0,1,2 or 0-2, not {text!r}")
+    return found
+
+
 @contextmanager
 def _bars() -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -597,7 +616,7 @@ def _follow(bars: Any, name: str) -> Callable[[RoundProgress], None]:
 
     def tell(progress: RoundProgress) -> None:
         for warning in progress.warnings:
-            err.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+            err.print(f"warning: {warning}", style="yellow", highlight=False)
         bars.update(bar, total=progress.rounds, completed=progress.round, state=_state(progress))
 
     return tell
@@ -614,7 +633,7 @@ def _run_all(settings: Any, folder: Path, jobs: int | None, read: Data | None = 
 
         def listener(entry: Entry, progress: RoundProgress | str | None) -> None:
             if isinstance(progress, str):
-                err.print(f"{entry.name} failed: {progress}", style="red", markup=False)
+                err.print(f"{entry.name} failed: {progress}", style="red")
                 return
             if progress is None:
                 bars.remove_task(own.pop(entry.name)) if entry.name in own else None
@@ -632,7 +651,7 @@ def _run_all(settings: Any, folder: Path, jobs: int | None, read: Data | None = 
 
 def _notes(notes: Iterable[str]) -> None:
     for note in notes:
-        err.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        err.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
 
 
 def _show(paths: list[Path]) -> None:
@@ -656,9 +675,9 @@ def _show(paths: list[Path]) -> None:
     try:
         page = gather(runs)
     except EverfedError as error:
-        out.print(f"no figure: {error}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"no figure: {error}", highlight=False, soft_wrap=True)
         return
     path = paths[0] / "figure.png"
     comparison(page, path)
     said = f"runs: {paths[0]}\nfigure: {path}"
-    out.print(said, markup=False, highlight=False, soft_wrap=True)
+    out.print(said, highlight=False, soft_wrap=True)

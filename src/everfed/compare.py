@@ -48,6 +48,15 @@ def plan(config: configs.Config, folder: Path) -> list[Entry]:
     ]
 
 
+def prepare(config: configs.Config) -> Data:
+    """The data that the runs share; what is missing or impossible is told at once."""
+    for name in config.compare.methods:
+        configs.runnable({"name": name}, config)
+    read = configs.table(config)
+    configs.experiment(config, config.compare.methods[0], read=read)
+    return read
+
+
 def create(config: configs.Config, folder: Path) -> None:
     """A comparison's folder, with the configuration that its runs share."""
     if (folder / "compare.json").exists():

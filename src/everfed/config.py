@@ -5,7 +5,6 @@ A mistake gives one line that names the key, what is allowed and the nearest spe
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import tomllib
 import typing
@@ -21,6 +20,7 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
+    TypeAdapter,
     ValidationError,
     create_model,
 )
@@ -29,7 +29,7 @@ from everfed import data, loggers, methods, models, streams
 from everfed.boundaries import Boundaries
 from everfed.data.table import Data
 from everfed.engines.terms import Terms
-from everfed.errors import EverfedError
+from everfed.errors import EverfedError, near, unknown, wrong
 from everfed.late import Late
 from everfed.local import Local
 from everfed.method import Method
@@ -209,6 +209,18 @@ class Compare(BaseModel):
     seeds: list[NonNegativeInt] = Field([0, 1, 2], min_length=1)  #: each method runs once a seed
 
 
+#: sections with keys of their own, whatever is named in them
+SECTIONS: dict[str, type] = {
+    "local": Local,
+    "late": Late,
+    "boundaries": Boundaries,
+    "compare": Compare,
+    "flower": Terms,
+}
+#: what else a data set may be called
+ALIKE = {"csv": "series", "arff": "series"}
+
+
 class Config(BaseModel):
     """A whole configuration."""
 
@@ -314,23 +326,24 @@ def parse(values: Mapping[str, Any]) -> Config:
     for section, builders in names.items():
         _arguments(section, builders, getattr(config, section))
     _arguments("present", PRESENT, config.present | {"name": "present"})
-    check_method(config, config.method)
-    for name in config.methods:
-        check_method(config, {"name": name}, f"methods.{name}")
-    for name in config.compare.methods:
-        check_method(config, {"name": name}, "compare.methods")
+    named: list[tuple[str, Mapping[str, Any]]] = [("method", config.method)]
+    named += [(f"methods.{name}", {"name": name}) for name in config.methods]
+    named += [("compare.methods", {"name": name}) for name in config.compare.methods]
+    for where, own in named:
+        method_of(own, config, where)
+        stream_of(own, config, where)
     return config
 
 
-def check_method(config: Config, section: Mapping[str, Any], where: str = "method") -> None:
-    """Raise ConfigError where a method cannot be built or does not go with its local settings."""
-    method, local = method_of(section, config, where)
-    stream_of(section, config, where)
+def runnable(section: Mapping[str, Any], config: Config) -> tuple[Method, Local]:
+    """`method_of`, for one that is to be run: ConfigError where it cannot be, with its settings."""
+    method, local = method_of(section, config)
     try:
         for part in method.parts:
             part.check(local)
     except EverfedError as error:
         raise ConfigError(str(error)) from None
+    return method, local
 
 
 def _apply(values: dict[str, Any], change: str) -> None:
@@ -362,9 +375,14 @@ def method_of(
     name of the user's for that method with these settings. `plus` lists methods whose parts are
     added, `local` changes local settings for this method alone; `stream` is for `stream_of`.
     """
-    builders = {name: entry.build for name, entry in sorted(methods.METHODS.items())}
+    builders = _methods()
     own = _settled(section, config)
     name = _name(where, builders, own)
+    if section["name"] != name and section["name"] in builders:
+        raise ConfigError(
+            f"methods.{section['name']}.name: {section['name']!r} is another method than {name!r}; "
+            "choose a name of your own for the section"
+        )
     plus, changes = own.pop("plus", []), own.pop("local", {})
     own.pop("stream", None)
     if not isinstance(plus, list) or not all(isinstance(item, dict) for item in plus):
@@ -377,6 +395,10 @@ def method_of(
     if section["name"] != name:
         method = Method(*method.parts, average=method.average, name=section["name"])
     return method, _local(config.local, changes, f"{where}.local.")
+
+
+def _methods() -> Builders:
+    return {name: entry.build for name, entry in sorted(methods.METHODS.items())}
 
 
 def _settled(section: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -400,7 +422,7 @@ def stream_of(section: Mapping[str, Any], config: Config, where: str = "method")
 def _local(base: Local, changes: Mapping[str, Any], where: str) -> Local:
     values = {name: getattr(base, name) for name in Local.__annotations__}
     try:
-        return Local(**(values | dict(changes)))
+        return TypeAdapter(Local).validate_python(values | dict(changes))
     except ValidationError as error:
         raise ConfigError(_say(error, where, list(values))) from None
     except EverfedError as error:
@@ -410,6 +432,11 @@ def _local(base: Local, changes: Mapping[str, Any], where: str) -> Local:
 def table(config: Config) -> Data:
     """Read the data."""
     made: Data = _build("data", DATASETS, config.data, folder=config.data_dir)
+    if made.y.is_floating_point():
+        raise ConfigError(
+            f"data: the labels of {made.name} are not whole numbers: save classes as 0, 1, 2, ... "
+            "or text; other targets need a loss of yours, in Python"
+        )
     if not config.standardise:
         return made
     if config.data["name"] == "sites":
@@ -422,15 +449,15 @@ def experiment(
 ) -> Experiment:
     """Build everything a run needs (of another method or seed, if given); the data are read, unless
     they have been."""
-    samples = read or table(config)
     section = {"name": method} if method else config.method
+    chosen, local = runnable(section, config)
+    samples = read or table(config)
     stream = _build("stream", STREAMS, stream_of(section, config), samples)
     if config.present:
         stream = _build("present", PRESENT, config.present | {"name": "present"}, stream)
     if config.sample and config.sample > stream.clients:
         raise ConfigError(f"sample is {config.sample}, but the stream has {stream.clients} clients")
     model = _build("model", MODELS, config.model, samples, folder=config.data_dir)
-    chosen, local = method_of(section, config)
     options = {
         "local": local,
         "sample": config.sample,
@@ -478,7 +505,7 @@ def settings(builder: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _name(where: str, builders: Builders, section: Mapping[str, Any]) -> str:
     name = section.get("name")
-    if name not in builders:
+    if not isinstance(name, str) or name not in builders:
         key = where if where == "compare.methods" else f"{where}.name"
         if name is None:
             raise ConfigError(f"{key} is missing; there are {', '.join(builders)}")
@@ -486,8 +513,11 @@ def _name(where: str, builders: Builders, section: Mapping[str, Any]) -> str:
         if plus and first in builders:
             how = f"methods.{first}.plus = [{{name = {second!r}}}]"
             raise ConfigError(f"{key}: no {name!r}; add methods up as {how}")
-        raise ConfigError(f"{key}: no {name!r}{_near(str(name), builders)}")
-    return str(name)
+        if "," in str(name) and where == "method":
+            raise ConfigError(f"{key}: no {name!r}; 'everfed compare' takes several methods")
+        meant = [other for word, other in ALIKE.items() if where == "data" and word == name]
+        raise ConfigError(f"{key}: no {name!r}{near(str(name), builders, meant)}")
+    return name
 
 
 def _arguments(where: str, builders: Builders, section: Mapping[str, Any]) -> dict[str, Any]:
@@ -511,32 +541,28 @@ def _fields(model: type[BaseModel]) -> list[str]:
     return list(model.model_fields)
 
 
-def _near(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(word, list(known), 1, 0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{hint} (there are {', '.join(known)})"
+def _homes(word: str) -> list[str]:
+    """Where a key is known that is not one of the first level: epochs is local.epochs."""
+    keys = {section: set(kind.__annotations__) for section, kind in SECTIONS.items()}
+    built = {"data": DATASETS, "stream": STREAMS, "present": PRESENT, "model": MODELS}
+    for section, builders in (built | {"method": _methods()}).items():
+        keys[section] = {key for build in builders.values() for key in settings(build)}
+    return [f"{section}.{word}" for section, known in keys.items() if word in known]
 
 
 def _say(error: ValidationError, prefix: str, known: Sequence[str]) -> str:
     """A pydantic error in one line."""
-    problems = error.errors()
-    first = problems[0]
+    first = error.errors()[0]
     # where a value may be of several types, pydantic adds "constrained-float[...]" to the place
     place = [str(p) for p in first["loc"] if "[" not in str(p)]
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        sections: dict[str, type] = {"compare": Compare, "flower": Terms, "late": Late}
-        sections["boundaries"] = Boundaries
-        inside = list(sections.get(place[0], Local).__annotations__)
+    if unknown(first):
+        inside = list(SECTIONS.get(place[0], Local).__annotations__)
         options = known if len(place) == 1 else inside
-        return f"unknown key {prefix}{'.'.join(place)}{_near(place[-1], options)}"
+        homes = _homes(place[0]) if len(place) == 1 and not prefix else []
+        return f"unknown key {prefix}{'.'.join(place)}{near(place[-1], options, homes)}"
     if first["type"] == "missing":
         return f"{prefix}{'.'.join(place)} is missing"
-    same = [p for p in problems if p["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]]
-    said = [p["msg"].removeprefix("Input should be ") for p in same]
-    choice = [p["type"] == "literal_error" for p in same]  # all of its words, not only the first
-    short = (text if c else text.partition(",")[0] for text, c in zip(said, choice, strict=True))
-    wanted = " or ".join(dict.fromkeys(short))
     key = next((k for k in range(len(place), 0, -1) if place[k - 1] in known or k == 1), 1)
-    if place[0] in ("local", "late", "boundaries", "compare", "flower"):
+    if place[0] in SECTIONS:
         key = min(2, len(place))
-    return f"{prefix}{'.'.join(place[:key])} should be {wanted}, not {first['input']!r}"
+    return f"{prefix}{'.'.join(place[:key])} {wrong(error)}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from everfed import reproduce
 from everfed.config import DATASETS, MODELS, PRESENT, STREAMS, ConfigError, settings
@@ -41,7 +42,7 @@ def table(what: str) -> Table:
     if what == "streams":
         build = PRESENT["present"]
         out.add_section()
-        out.add_row("\\[present]", _first_sentence(build), _settings(build))
+        out.add_row("[present]", _first_sentence(build), _settings(build))
     return out
 
 
@@ -69,8 +70,10 @@ def _methods() -> Table:
             f"traffic: {traffic(method)}",
             f"secure aggregation: {_yes(needs.secure_aggregation)}",
         )
-        text = f"{entry.what} ({entry.paper})\n[dim]{' · '.join(facts)}[/]\n"
-        out.add_row(f"[bold]{name}[/]", text + f"[cyan]{_settings(entry.build)}[/]")
+        out.add_row(Text(name, "bold"), Text.assemble(
+            f"{entry.what} ({entry.paper})\n", (" · ".join(facts), "dim"), "\n",
+            (_settings(entry.build), "cyan"),
+        ))  # fmt: skip
     return out
 
 

@@ -13,12 +13,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from everfed.chance import rng
-from everfed.errors import EverfedError
+from everfed.errors import EverfedError, plain
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+@plain
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Local:
     """Settings of the local phase, the same for every client.

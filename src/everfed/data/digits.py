@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from everfed.chance import rng
-from everfed.data.table import Data, arrays
+from everfed.data.table import Data, arrays, names
 from everfed.errors import EverfedError
 
 
@@ -45,6 +45,7 @@ def digits(domains: Sequence[str] = ("plain", "inverted", "rotated", "occluded")
     """
     from sklearn.datasets import load_digits
 
+    domains = names(domains)
     if not domains:
         raise EverfedError(f"name at least one digit domain of {', '.join(DOMAINS)}")
     for domain in domains:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from everfed.chance import rng
-from everfed.data.table import Data, arrays
+from everfed.data.table import Data, arrays, finite
 from everfed.errors import EverfedError
 
 #: sha256 of the uncompressed IDX files: train images and labels, test images and labels
@@ -125,6 +125,7 @@ def npz(
     file: str, folder: str | Path | None = None, client: str | None = None, task: str | None = None
 ) -> Data:
     """Arrays from an .npz file: x_train, y_train, x_test, y_test, or x and y (a fifth is held out).
+    Labels are whole numbers from 0 on, or text, which is sorted.
     Images may be JPEG files end to end, jpeg_train in the place of x_train, with the places where
     they begin (and the last ends) in offset_train.
 
@@ -151,6 +152,8 @@ def npz(
         inputs = f"x_{part}" if part in ("train", "test") else "x"
         if found[name].ndim == 0 or len(found[name]) != len(found.get(inputs, found[name])):
             raise EverfedError(f"{path}: {name} and {inputs} must have one entry a sample each")
+        if name == inputs:
+            finite(found[name], f"inputs in {name}")  # here, where rows are the file's
         return found[name]
 
     if "x_train" in found:
@@ -164,6 +167,8 @@ def npz(
         table = {name: column(name) for name in ("x", "y", *filter(None, (client, task)))}
         order = rng(0, "held out").permutation(len(table["x"]))
         test, train = np.split(order, [len(order) // 5])
+    if table["y"].dtype.kind in "US":
+        table["y"] = codes(table["y"])
     owners = codes(table[client][train]) if client else None
     kinds = codes(table[task]) if task else None
     return arrays(

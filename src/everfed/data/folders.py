@@ -13,7 +13,7 @@ from pydantic import PositiveInt
 from everfed.chance import rng
 from everfed.data.files import Missing, data_folder, npz
 from everfed.data.images import Channels, decoded, fit
-from everfed.data.table import Data, arrays
+from everfed.data.table import Data, arrays, names
 from everfed.errors import EverfedError
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -83,10 +83,11 @@ def folders(
     root = root if root.is_absolute() else data_folder(folder) / root
     if not root.is_dir():
         raise Missing(f"the folder {root} does not exist")
-    chosen = domains or [own.name for own in _inside(root)]
+    chosen = names(domains or [own.name for own in _inside(root)])
     if not chosen:
         raise Missing(f"{root} has no folders: one for each domain is expected")
-    return _read(root.name, root, {name: name for name in chosen}, classes, size, channels)
+    titles = names(classes or [])
+    return _read(root.name, root, {name: name for name in chosen}, titles, size, channels)
 
 
 def pacs(

@@ -21,7 +21,7 @@ from torch import Tensor
 from everfed.chance import rng
 from everfed.data.files import Missing, codes, data_folder
 from everfed.data.images import cache_folder
-from everfed.data.table import Data
+from everfed.data.table import Data, names
 from everfed.errors import EverfedError
 
 #: rows of a Parquet file that are in memory at once
@@ -67,6 +67,7 @@ def parquet(
         client: name of the column with every sample's owner.
         task: name of the column with every sample's task.
     """
+    inputs = names(inputs)
     place = Path(path).expanduser()
     place = place if place.is_absolute() else data_folder(folder) / place
     files = sorted(place.rglob("*.parquet")) if place.is_dir() else [place]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from scipy.io import arff
 
 from everfed.data.files import data_folder, read_npz
-from everfed.data.table import Data, arrays
+from everfed.data.table import Data, arrays, names
 from everfed.errors import EverfedError
 
 #: a table's columns by name, in order: numbers or text, one entry a row
 Columns = dict[str, np.ndarray]
+#: what a CSV file may be separated by, in the place of commas
+OTHERS = (";", "\t", "|")
 
 ELEC2_FILES = (
     "elec2.csv", "electricity.csv", "elec.csv",
@@ -28,18 +31,24 @@ def series(
     folder: str | Path | None = None,
     label: str | None = None,
     drop: Sequence[str] = (),
+    client: str | None = None,
+    task: str | None = None,
 ) -> Data:
     """Rows in time order from a .csv, .arff or .npz file. Inputs are scaled to mean 0 and deviation
-    1; the last fifth of the rows is for testing, where a stream does not say otherwise.
+    1; the last fifth of the rows (of every client's in every task) is for testing, where a stream
+    does not say otherwise.
 
     Args:
         file: its path, in the data folder if it is relative. An .npz file holds x and y.
         folder: the data folder; left out: the environment's EVERFED_DATA.
         label: the column to predict, text or whole numbers for classes; left out: the last one.
         drop: columns to leave out.
+        client: the column with every row's owner.
+        task: the column with every row's task; tasks are in the order in which they first come.
     """
     path = Path(file).expanduser()
-    return _series(path if path.is_absolute() else data_folder(folder) / path, label, drop)
+    path = path if path.is_absolute() else data_folder(folder) / path
+    return _series(path, label, names(drop), client=client, task=task)
 
 
 def elec2(folder: str | Path | None = None) -> Data:
@@ -73,25 +82,66 @@ def _sized(data: Data, path: Path, rows: int, inputs: int) -> Data:
     return data
 
 
-def _series(path: Path, label: str | None, drop: Sequence[str], name: str | None = None) -> Data:
+def _series(
+    path: Path,
+    label: str | None,
+    drop: Sequence[str],
+    name: str | None = None,
+    client: str | None = None,
+    task: str | None = None,
+) -> Data:
     if not path.is_file():
         raise EverfedError(f"{path} does not exist")
-    columns = _read(path)
+    columns, head = _read(path)
     if not columns or not len(next(iter(columns.values()))):
         raise EverfedError(f"{path} has no columns or no rows")
-    label = label or list(columns)[-1]
-    for wanted in (label, *drop):
+    of_rows = [column for column in (client, task) if column]
+    others = [column for column in columns if column not in of_rows]
+    label = label or (others or list(columns))[-1]
+    for wanted in (label, *of_rows, *drop):
         if wanted not in columns:
             raise EverfedError(f"{path} has no column {wanted!r}; it has {', '.join(columns)}")
-    inputs = [_numbers(path, k, v) for k, v in columns.items() if k not in (label, *drop)]
+    for column, values in columns.items():
+        if column not in drop:
+            _whole(path, column, values, head)
+    left_out = (label, *of_rows, *drop)
+    inputs = [_numbers(path, k, v, head) for k, v in columns.items() if k not in left_out]
     if not inputs:
         raise EverfedError(f"{path} has no columns to predict {label} from")
     x = np.concatenate([np.atleast_2d(v.T).T for v in inputs], 1)
-    cut = len(x) - len(x) // 5
-    spread = x[:cut].std(0)
-    x = (x - x[:cut].mean(0)) / np.where(spread > 0, spread, 1)
-    y = _targets(columns[label])
-    return arrays(x[:cut], y[:cut], test=(x[cut:], y[cut:]), ordered=True, name=name or path.stem)
+    owners, _ = _groups(columns[client]) if client else (None, [])
+    kinds, titles = _groups(columns[task]) if task else (None, None)
+    held = _last(len(x), owners, kinds)
+    if not held.any() or (kinds is not None and len(np.unique(kinds[held])) <= kinds.max()):
+        raise EverfedError(f"{path} has too few rows to keep some of every task for tests")
+    spread = x[~held].std(0)
+    x = (x - x[~held].mean(0)) / np.where(spread > 0, spread, 1)
+    made = arrays(
+        x, _targets(columns[label]), task=kinds, tasks=titles, client=owners, ordered=True,
+        name=name or path.stem,
+    )  # fmt: skip
+    return replace(made, train=np.flatnonzero(~held), test=np.flatnonzero(held))
+
+
+def _groups(values: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """Numbers from 0 on for a column's values, in the order in which they first come, and these."""
+    found, first, code = np.unique(values, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    return np.argsort(order)[code], [str(value) for value in found[order]]
+
+
+def _last(rows: int, owners: np.ndarray | None, kinds: np.ndarray | None) -> np.ndarray:
+    """Which rows are of the last fifth of their client's in their task; a single one is not."""
+    group = np.zeros(rows, dtype=np.int64)
+    for code in (owners, kinds):
+        if code is not None:
+            group = group * (code.max() + 1) + code
+    held = np.zeros(rows, dtype=bool)
+    order = np.argsort(group, kind="stable")
+    for own in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
+        tested = min(max(1, len(own) // 5), len(own) - 1)
+        held[own[len(own) - tested :]] = True
+    return held
 
 
 def _targets(values: np.ndarray) -> np.ndarray:
@@ -104,41 +154,67 @@ def _targets(values: np.ndarray) -> np.ndarray:
     return np.unique(numbers, return_inverse=True)[1] if whole else numbers
 
 
-def _numbers(path: Path, name: str, values: np.ndarray) -> np.ndarray:
-    try:
-        return values.astype(np.float64)
-    except ValueError:
+def _whole(path: Path, name: str, values: np.ndarray, head: int) -> None:
+    """Raise EverfedError where a cell is empty."""
+    if values.dtype.kind != "U" or values.ndim > 1:
+        return
+    empty = np.flatnonzero(np.char.strip(values) == "")
+    if len(empty):
         raise EverfedError(
-            f"{path}: the column {name!r} holds text: make it numbers, or name it in drop"
+            f"{path}: the column {name!r} has {len(empty)} empty cells (the first in row "
+            f"{empty[0] + 1 + head}): fill them, leave the rows out, or name it in drop"
+        )
+
+
+def _numbers(path: Path, name: str, values: np.ndarray, head: int) -> np.ndarray:
+    try:
+        numbers = values.astype(np.float64)
+    except ValueError:
+        at, cell = next((k, v) for k, v in enumerate(values.flat) if not _is_number(v))
+        row = at * len(values) // values.size + 1 + head
+        raise EverfedError(
+            f"{path}: the column {name!r} holds text ({str(cell)!r} in row {row}): make it "
+            "numbers, or name it in drop"
         ) from None
+    bad = np.flatnonzero(~np.isfinite(numbers.reshape(len(numbers), -1)).all(1))
+    if len(bad):
+        raise EverfedError(
+            f"{path}: the column {name!r} holds NaN or infinity (the first in row "
+            f"{bad[0] + 1 + head}): clean the data first"
+        )
+    return numbers
 
 
-def _read(path: Path) -> Columns:
+def _read(path: Path) -> tuple[Columns, int]:
+    """The columns, and how many rows of the file come before their first one."""
     readers = {".csv": _csv, ".arff": _arff, ".npz": _npz}
     if path.suffix not in readers:
         raise EverfedError(f"{path} must end in {', '.join(readers)}")
     return readers[path.suffix](path)
 
 
-def _csv(path: Path) -> Columns:
+def _csv(path: Path) -> tuple[Columns, int]:
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # Excel's begin with a mark
             rows = [row for row in csv.reader(file) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise EverfedError(f"{path} cannot be read: {error}") from None
     if not rows:
         raise EverfedError(f"{path} is empty")
+    mark = next((mark for mark in OTHERS if mark in rows[0][0]), None)
+    if mark and len(rows[0]) == 1:
+        raise EverfedError(f"{path}: is it separated by {mark!r}? Save it with commas")
     named = any(not _is_number(cell) for cell in rows[0][:-1])
-    names = [cell.strip() for cell in rows[0]] if named else [str(k) for k in range(len(rows[0]))]
+    titles = [cell.strip() if named else str(k) for k, cell in enumerate(rows[0])]
     body = rows[named:]
-    if len(set(names)) < len(names):
+    if len(set(titles)) < len(titles):
         raise EverfedError(f"{path}: two columns have one name")
     for k, row in enumerate(body):
-        if len(row) != len(names):
+        if len(row) != len(titles):
             line = k + 1 + named
-            raise EverfedError(f"{path}, row {line}: {len(row)} cells, not {len(names)}")
+            raise EverfedError(f"{path}, row {line}: {len(row)} cells, not {len(titles)}")
     table = np.array(body, dtype=str)
-    return dict(zip(names, table.T, strict=True))
+    return dict(zip(titles, table.T, strict=True)), int(named)
 
 
 def _is_number(cell: str) -> bool:
@@ -149,19 +225,19 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _arff(path: Path) -> Columns:
+def _arff(path: Path) -> tuple[Columns, int]:
     try:
         rows, about = arff.loadarff(path)
     except (OSError, ValueError, NotImplementedError, StopIteration, arff.ArffError) as error:
         raise EverfedError(f"{path} is not an ARFF file that can be read: {error}") from None
-    return {name: rows[name].astype(str) for name in about.names()}
+    return {name: rows[name].astype(str) for name in about.names()}, 0
 
 
-def _npz(path: Path) -> Columns:
+def _npz(path: Path) -> tuple[Columns, int]:
     found = read_npz(path)
     for name in ("x", "y"):
         if name not in found:
             raise EverfedError(f"{path} has no array {name!r}; it has {', '.join(found)}")
     if len(found["x"]) != len(found["y"]):
         raise EverfedError(f"{path}: x and y must have one entry a sample each")
-    return {"x": found["x"], "y": found["y"]}
+    return {"x": found["x"], "y": found["y"]}, 0

@@ -288,6 +288,11 @@ def from_dataset(
     return arrays(*read(dataset), test=held, name=name, **columns)
 
 
+def names(given: Sequence[str]) -> Sequence[str]:
+    """Names in order; one alone need not be in a list."""
+    return [given] if isinstance(given, str) else given
+
+
 def _task_names(ids: np.ndarray | None) -> list[str]:
     return ["all"] if ids is None else [f"task {k + 1}" for k in range(int(ids.max()) + 1)]
 
@@ -300,22 +305,31 @@ def _inputs(x: Array) -> Tensor:
         t = t.unsqueeze(1)
     elif t.dtype == torch.uint8 and t.dim() == 4 and t.shape[1] not in (1, 3, 4):
         t = t.permute(0, 3, 1, 2)
-    if t.is_floating_point():
-        finite = torch.isfinite(t)
-        bad = ~(finite.flatten(1).all(1) if t.dim() > 1 else finite)
-        if bad.any():
-            raise EverfedError(
-                f"{int(bad.sum())} of {len(t)} inputs hold NaN or infinity "
-                f"(the first at row {int(bad.nonzero()[0])}): clean the data first"
-            )
+    finite(t, "inputs")
     return t
+
+
+def finite(x: Array, what: str) -> None:
+    """Raise EverfedError where there is NaN or infinity, with the first row, counted from 0."""
+    t = _tensor(x, what)
+    if not t.is_floating_point():
+        return
+    good = torch.isfinite(t)
+    bad = ~(good.flatten(1).all(1) if t.dim() > 1 else good)
+    if bad.any():
+        raise EverfedError(
+            f"{int(bad.sum())} of {len(t)} {what} hold NaN or infinity "
+            f"(the first at row {int(bad.nonzero()[0])}, counted from 0): clean the data first"
+        )
 
 
 def _tensor(values: Array, what: str) -> Tensor:
     try:
         t = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
     except TypeError:
-        raise EverfedError(f"{what} must be numbers, not {np.asarray(values).dtype}") from None
+        kind = np.asarray(values).dtype
+        how = "; np.unique(y, return_inverse=True)[1] makes classes of text" * (what == "labels")
+        raise EverfedError(f"{what} must be numbers, not {kind}{how}") from None
     if t.dim() == 0:
         raise EverfedError(f"{what} must have one entry a sample, and are a single value")
     return t

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import ParamSpec
 
+from pydantic import ValidationError, validate_call
+
+from everfed.errors import one_line
 from everfed.method import Method
 
 P = ParamSpec("P")
@@ -29,7 +34,18 @@ def register(paper: str) -> Callable[[Callable[P, Method]], Callable[P, Method]]
 
     def add(build: Callable[P, Method]) -> Callable[P, Method]:
         name = build.__name__
-        METHODS[name] = Entry(name, build, (build.__doc__ or "").strip().split("\n")[0], paper)
-        return build
+
+        @wraps(build)
+        def checked(*args: P.args, **settings: P.kwargs) -> Method:
+            try:
+                return build(*args, **settings)
+            except ValidationError:  # of a part; the function's own names are told
+                given = inspect.signature(build).bind(*args, **settings).arguments
+                again: Callable[..., Method] = validate_call(build)
+                with one_line(name, list(given)):
+                    return again(**given)
+
+        METHODS[name] = Entry(name, checked, (build.__doc__ or "").strip().split("\n")[0], paper)
+        return checked
 
     return add
