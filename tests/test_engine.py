@@ -230,6 +230,10 @@ MISTAKES = [
     (lambda d: ef.Local(epochs=2.5), "^Local: epochs should be a valid integer, not 2.5$"),
     (lambda d: ef.Local(0.1, 2, 0), "^Local: steps should be greater than 0, not 0$"),
     (lambda d: ef.Local(epoch=2), "^Local has no 'epoch'; did you mean 'epochs'?"),
+    (lambda d: ef.Late(lost="x"), "^Late: lost should be a valid number"),
+    (lambda d: ef.Boundaries(by="me"), "^Boundaries: by should be"),
+    (lambda d: ef.run(ef.methods.fedavg(), ef.streams.static(d), ef.models.mlp(64, 10),
+                      local={"lr": 0.1}), "local must be an everfed.Local, not"),
     (lambda d: ef.methods.special(lam="x"), "^special: lam should be a valid number or 'auto', not 'x'$"),
     (lambda d: ef.methods.er(0), "^er: memory should be greater than 0, not 0$"),
 ]  # fmt: skip

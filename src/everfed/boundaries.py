@@ -33,7 +33,7 @@ from torch import Tensor
 
 from everfed import memory
 from everfed.chance import rng
-from everfed.errors import EverfedError
+from everfed.errors import EverfedError, plain
 from everfed.method import Context, Method, Part, State
 from everfed.streams.stream import Stream
 
@@ -101,6 +101,7 @@ class Watch(Part):
         return True, any(abs(shift(*numbers)) > self.change for numbers in (losses, scores))
 
 
+@plain
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Boundaries:
     """Section [boundaries] of a configuration: who tells a method where tasks begin.

@@ -16,13 +16,14 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from everfed.chance import rng
-from everfed.errors import EverfedError
+from everfed.errors import EverfedError, plain
 from everfed.method import State
 from everfed.reduce import Reducer, Uploads
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+@plain
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Late:
     """Section [late] of a configuration: how often replies are late or lost, and what then.

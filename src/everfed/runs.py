@@ -176,7 +176,12 @@ def run(
         config: the configuration to keep in the folder, for `everfed resume`.
         engine: makes another engine than the local one.
     """
-    settings = local or Local()
+    settings = Local() if local is None else local
+    for name, value, kind in (
+        ("local", settings, Local), ("late", late, Late), ("boundaries", boundaries, Boundaries),
+    ):  # fmt: skip
+        if value is not None and not isinstance(value, kind):
+            raise EverfedError(f"{name} must be an everfed.{kind.__name__}, not {value!r}")
     _check_options(method, stream, sample, seed, test_every, workers, precision, grouping)
     if information_loss and engine is not None:
         raise EverfedError(
