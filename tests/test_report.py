@@ -10,17 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import everfed as ef
 from everfed.errors import EverfedError
 from everfed.metrics import summarise
-from everfed.records import Loaded, by_method, collect, differing
+from everfed.records import Loaded, by_method, collect, differences, differing
 from everfed.report.page import gather, render
-from everfed.report.table import cells, latex, markdown
+from everfed.report.table import cells, latex, markdown, table
 from everfed.report.watch import Tail
 from everfed.streams import drift
 from test_cli import everfed
@@ -277,9 +279,79 @@ def test_tables_for_papers():
     rows = markdown(found).splitlines()
     assert rows[0].startswith("| method | ACC % | BWT |")
     assert rows[2].startswith(r"| a\_b \& 50% \<b\>\\x\|\$y\$ | **75.0 ± 0.0** | **-10.0 ± 0.0** |")
-    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows[:4]}) == 1
     best = [cell.best for cell in cells(found)["plain"]]
     assert not any(best[:4])  # the other is better at everything but ties
+
+
+def test_what_lies_within_the_deviation_of_the_best_is_bold_too():
+    """Over three seeds 70 ± 5 is no better than 66 ± 1, and better than 64; the caption says so."""
+    own = {"wide": (65, 70, 75), "near": (65, 66, 67), "far": (63, 64, 65)}
+    found = {
+        name: [summarise(lines([share / 100] * 2)) for share in shares]
+        for name, shares in own.items()
+    }
+    assert [row[0].best for row in cells(found).values()] == [True, True, False]
+    text = markdown(found)
+    assert "| near | **66.0 ± 1.0** |" in text
+    assert "| far | 64.0 ± 1.0 |" in text
+    said = "Bold: the best of a column, and all that lie within its ±."
+    assert text.endswith(said)
+    assert latex(found).endswith("% Mean " + r"$\pm$ standard deviation over seeds. "
+                                 + said.replace("±", r"$\pm$"))  # fmt: skip
+    page = gather({name: [made(lines([0.7] * 2))] * 2 for name in own})
+    assert page.caption.endswith(said)
+    assert "Bold" not in latex({"far": found["far"]})
+
+
+def test_small_numbers_are_not_zeros():
+    """A small model's traffic and memory have three digits, with a deviation in the same place."""
+    small = [
+        {"round": 0, "task": 0, "metric": "mb_up", "value": 0.01234},
+        {"round": 0, "task": 0, "metric": "client_mb", "value": 0.00123},
+        {"round": 0, "task": 0, "metric": "seconds", "value": 0.000456},
+    ]
+    large = [record | {"value": 10**6 * record["value"]} for record in small]
+    text = markdown({"small": [summarise(small)] * 2, "large": [summarise(large)]})
+    assert "| 0.000456 ± 0.000000 | 0.0123 ± 0.0000 | 0.00123 ± 0.00000 |" in text
+    assert "| 456.000 | 12340.0 | 1230.00 |" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_no_number_is_cut_in_any_terminal(width):
+    """Runs of one method on two streams, with long names: what does not fit is left out as a
+    whole, and named; what makes them differ stands below."""
+    shares = [[0.122] * 4, [None, None, 0.456, 0.456]]
+    own = [
+        made(lines(*shares), f"a_method_with_a_long_name_{k}", seed, f"runs/try-{k}-{place}",
+             data=f"digits: {place} samples", sample=place, stream={"alpha": 1 / place})
+        for k in (1, 2)
+        for seed, place in enumerate((100, 200))
+    ]  # fmt: skip
+    found = by_method(own)
+    assert next(iter(found)) == "a_method_with_a_long_name_1 (try-1-100)"
+    summaries = {name: [summarise(run.records) for run in runs] * 2 for name, runs in found.items()}
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(table(summaries, "title", console.width))
+    text = console.export_text()
+    assert "…" not in text
+    assert len(re.findall(r"\b28\.9\b", text)) == 4  # (12.2 + 45.6) / 2, of every run
+    shown, _, away = " ".join(text.split()).partition("Left out, for want of room: ")
+    for column in ("forgetting", "peak MB", "s/round"):
+        assert (column.split()[0] in shown) != (column in away)
+    assert differences(found)[0] == (
+        "a_method_with_a_long_name_1 (try-1-100): stream.alpha = 0.01, "
+        "data = digits: 100 samples, sample = 100"
+    )
+
+
+def test_runs_of_a_comparison_go_by_its_name():
+    near, far = [
+        made(lines([0.5] * 2), folder=f"runs/{place}", seed=3, sample=size, data="x" * size)
+        for place, size in (("mine/fedavg-seed3", 20), ("alone", 30))
+    ]
+    assert list(by_method([near, far])) == ["fedavg (mine)", "fedavg (alone)"]
+    assert differences(by_method([near])) == []
 
 
 def test_show_in_other_formats(runs):

@@ -154,14 +154,14 @@ def show(
         _show(runs)
         return
     from everfed.metrics import summarise
-    from everfed.records import collect
+    from everfed.records import collect, differences
     from everfed.report import table
     from everfed.report.page import notes
 
     found = collect(runs)
     summaries = {m: [summarise(r.records) for r in own] for m, own in found.items()}
     print(table.latex(summaries) if format_ is Format.latex else table.markdown(summaries))
-    _notes([*notes(found), *table.trouble(summaries)])
+    _notes([*differences(found), *notes(found), *table.trouble(summaries)])
 
 
 @app.command()
@@ -625,7 +625,7 @@ def _notes(notes: Iterable[str]) -> None:
 
 def _show(paths: list[Path]) -> None:
     from everfed.metrics import drift, summarise
-    from everfed.records import collect
+    from everfed.records import collect, differences
     from everfed.report.figure import comparison
     from everfed.report.page import gather, notes
     from everfed.report.table import table, trouble
@@ -634,7 +634,9 @@ def _show(paths: list[Path]) -> None:
     summaries = {m: [summarise(r.records) for r in own] for m, own in runs.items()}
     count = max(map(len, summaries.values()))
     title = f"mean ± std over {count} seeds" if count > 1 else None
-    out.print(table(summaries, title, narrow=out.width < 146))
+    out.print(table(summaries, title, out.width))
+    for line in differences(runs):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
     for method, own in runs.items():
         seen = drift([record for run in own for record in run.records])
         if seen:
