@@ -387,7 +387,38 @@ def test_watch_prints_where_runs_are(runs):
     said = everfed("watch", runs / "fedavg-0", runs / "cflag-1", "--once").stdout
     assert re.search(r"fedavg seed 0 +6/6 .*finished", said)
     assert re.search(r"cflag seed 1 +6/6 .*finished", said)
+    for width in (50, 60, 80, 120, 160):
+        said = everfed("watch", runs / "fedavg-0", "--once", COLUMNS=str(width)).stdout
+        assert "…" not in said
+        assert re.search(r"fedavg seed 0 +6/6 .* \d+\.\d .*finished", said)
     assert "is not a run's folder" in everfed("watch", runs, "--once", expect=1).stderr
+
+
+def test_a_stopped_run_says_how_to_go_on(digits, tmp_path):
+    """While a process holds the folder it runs; as soon as none does, it is stopped."""
+    stream = ef.streams.domains(digits, clients=3, rounds=2)
+    place, seen = tmp_path / "all" / "fedavg-seed0", []
+    (tmp_path / "all").mkdir()
+    chosen = {"compare": {"methods": ["fedavg", "ewc"], "seeds": [0]}}
+    (tmp_path / "all" / "compare.json").write_text(json.dumps(chosen))
+
+    def look(progress):
+        seen.append(everfed("watch", tmp_path / "all", "--once").stdout)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ef.run(
+            ef.methods.fedavg(), stream, ef.models.mlp(64, 8, 10), folder=place, on_round=look,
+            config={"seed": 0},
+        )  # fmt: skip
+    assert "stopped" not in seen[0]
+    assert "s left" in seen[0]
+    told = everfed("watch", place, "--once", COLUMNS="60").stdout
+    assert re.search(r"fedavg seed 0 +1/4 .*stopped", told)
+    assert f"stopped after round 1 of 4; go on with: everfed resume {place}\n" in told
+    both = everfed("watch", tmp_path / "all", "--once").stdout
+    assert f"1 of 2 runs in {tmp_path / 'all'} stopped; go on with: everfed resume" in both
+    assert "waiting" in both
 
 
 def test_a_run_goes_on_when_its_viewer_is_killed(tmp_path):
