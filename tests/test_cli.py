@@ -283,10 +283,13 @@ def test_unfinished_class_streams_are_shown(tmp_path):
 def test_infinity_survives_a_resume(tmp_path):
     change = ["--set", "stream.alpha=inf", "--set", "stream.rounds=1"]
     everfed("run", *change, "--folder", tmp_path / "a")
-    everfed("resume", tmp_path / "a")
     more = ["-m", "cflag", "-s", "0", "--set", "methods.cflag.clip=inf"]
     everfed("compare", *change, *more, "--folder", tmp_path / "b")
-    everfed("resume", tmp_path / "b")
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        for checkpoint in folder.rglob("checkpoints/*"):
+            checkpoint.unlink()
+        assert "already finished" not in everfed("resume", folder).stdout
+        assert "already finished: nothing to do" in everfed("resume", folder).stdout
 
 
 # examples -----------------------------------------------------------------------------------------

@@ -119,8 +119,12 @@ def resume(
     """Go on with a run or a comparison where it was."""
     from everfed import compare as comparing
     from everfed import config as configs
-    from everfed.records import read_config
+    from everfed.records import members, read_config
 
+    if all(comparing.finished(member) for member in members(folder)):
+        out.print("already finished: nothing to do", highlight=False)
+        _show([folder])
+        return
     if (folder / "compare.json").exists():
         _run_all(comparing.opened(folder), folder, jobs)
         _show([folder])
