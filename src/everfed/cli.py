@@ -249,7 +249,9 @@ def stream(
 def advise(
     what: Annotated[
         Path | None,
-        typer.Argument(help="A run's folder, or a TOML file; without one, the default's."),
+        typer.Argument(
+            help="The folder of a run or a comparison, or a TOML file; without one, the default's."
+        ),
     ] = None,
     changes: Changes = None,
     rounds: Annotated[int, typer.Option(min=4, help="Of the pilot run.")] = 24,
@@ -261,29 +263,27 @@ def advise(
     """Recommend a method by the drift in a run, or in a short pilot run of a configuration."""
     from everfed import advise as advising
     from everfed import config as configs
-    from everfed.records import load
 
     settings: configs.Config | None
     if what is not None and what.is_dir():
         if changes:
             raise EverfedError("--set changes a configuration, and this is a run's folder")
-        run = load(what)
-        kept = run.about.get("config")
+        found = advising.chosen(what)
+        kept = found[0].about.get("config")
         settings = configs.parse(kept) if kept else None
-        said = f"{run.method}, {run.rounds_done} rounds in {what}"
+        said = f"{found[0].method}, {found[0].rounds_done} rounds in {what}"
+        said += f", {len(found)} seeds" if len(found) > 1 else ""
     else:
         settings = configs.read(what, changes or [])
         made = configs.experiment(settings, "fedavg")
         with _bars() as bars:
-            run = advising.pilot(made, rounds, _follow(bars, "pilot"))
-        said = f"a pilot of {run.rounds_done} rounds with fedavg"
-    signs = advising.read(run)
-    advice = advising.advise(signs, keep)
+            found = [advising.pilot(made, rounds, _follow(bars, "pilot"))]
+        said = f"a pilot of {found[0].rounds_done} rounds with fedavg"
+    advice = advising.advise(advising.read(*found), keep)
     out.print(f"From {said}:", markup=False, highlight=False, soft_wrap=True)
     for reason in advice.reasons:
         out.print(f"  - {reason}", markup=False, highlight=False, soft_wrap=True)
-    if signs.method != "fedavg":
-        _notes([f"the signs are of {signs.method}: FedAvg's are surer, of a pilot's run"])
+    _notes(advice.doubts)
     text = advice.toml(settings)
     out.print(f"Try: {advice}\n", style="bold", markup=False, highlight=False, soft_wrap=True)
     if output is None:
