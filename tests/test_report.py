@@ -21,6 +21,7 @@ import everfed as ef
 from everfed.errors import EverfedError
 from everfed.metrics import summarise
 from everfed.records import Loaded, by_method, collect, differences, differing
+from everfed.report import stream
 from everfed.report.page import gather, render
 from everfed.report.table import cells, latex, markdown, table
 from everfed.report.watch import Tail
@@ -508,6 +509,23 @@ def test_input_drift_is_the_distance_of_means():
     assert drift.shift(x, y + np.array([3, 0, 0, 0])) == pytest.approx(1.5, abs=0.05)
     assert drift.shift(x, y) < 0.05
     assert np.isnan(drift.shift(x, None))
+
+
+@pytest.mark.parametrize("width", [60, 80, 150])
+def test_a_stream_is_explained_as_it_is_shown(digits, width):
+    """What is in the table is explained, nothing else is, and no number is cut."""
+    seen = drift.look(ef.streams.domains(digits, clients=5, alpha=0.1, rounds=4), seed=0)
+    shown, explained = stream.table(seen, width)
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(shown)
+    text = console.export_text()
+    assert "…" not in text
+    for task in seen.tasks:
+        assert text.count(f"({task.skew.chance:.2f})") >= 1
+    assert "Round TV" not in explained  # one data set a task: there is no such column
+    assert "Client TV" in explained
+    assert ("JS:" in explained) == (width == 150) == (" JS " in text)
+    assert ("JS" in explained.partition("Left out")[2]) == (width < 150)
 
 
 def test_stream_on_the_command_line(tmp_path):

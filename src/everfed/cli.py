@@ -232,8 +232,9 @@ def stream(
     said = f"{made.data.name}: {made.clients} clients, {made.rounds} rounds, seed {settings.seed}"
     out.print(said, markup=False, highlight=False, soft_wrap=True)
     _notes(made.data.notes)
-    out.print(seeing.table(seen, narrow=out.width < 120))
-    out.print(seeing.EXPLAINED, style="dim", highlight=False)
+    table, explained = seeing.table(seen, out.width)
+    out.print(table)
+    out.print(explained, style="dim", highlight=False)
     if seen.online != (len(seen.clients),) * 2:
         out.print("Online: {} to {} clients in a round.".format(*seen.online), highlight=False)
     if len(seen.clients) < made.clients:
