@@ -19,6 +19,7 @@ from rich.console import Console
 
 import everfed as ef
 from everfed.errors import EverfedError
+from everfed.folder import RunFolder
 from everfed.metrics import summarise
 from everfed.records import Loaded, by_method, collect, differences, differing
 from everfed.report import stream
@@ -414,6 +415,16 @@ def test_a_stopped_run_says_how_to_go_on(digits, tmp_path):
         )  # fmt: skip
     assert "stopped" not in seen[0]
     assert "s left" in seen[0]
+    tail = Tail(place)
+    tail.update()
+    assert tail.stopped
+    again = RunFolder.open(place)  # as a resumed run does
+    again.append([{"round": 0, "task": 0, "metric": "train_loss", "value": 1.0}])
+    tail.update()
+    assert not tail.stopped
+    again.close()
+    tail.update()
+    assert tail.stopped
     told = everfed("watch", place, "--once", COLUMNS="60").stdout
     assert re.search(r"fedavg seed 0 +1/4 .*stopped", told)
     assert f"stopped after round 1 of 4; go on with: everfed resume {place}\n" in told

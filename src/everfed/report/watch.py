@@ -50,14 +50,15 @@ class Tail:
     skipped: int = 0
     free: bool = False  #: whether nobody was running it when it was last read
     _read: int = 0
+    _changed: int = 0
 
     def update(self) -> None:
         """Read what is new; a line that is still being written waits for the next time."""
         if not (self.folder / "config.json").exists():
             return
         self.about = self.about or read_config(self.folder)
-        self.free = _free(self.folder)  # before the records: a run that ends writes them first
         try:
+            self._ask((self.folder / "records.jsonl").stat().st_mtime_ns)
             with open(self.folder / "records.jsonl", "rb") as file:
                 if file.seek(0, 2) < self._read:  # a resumed run goes back to its checkpoint
                     self.records, self.skipped, self._read = [], 0, 0
@@ -70,6 +71,12 @@ class Tail:
         records, skipped = parse(whole.decode(errors="replace"))
         self.records += records
         self.skipped += skipped
+
+    def _ask(self, changed: int) -> None:
+        """Ask who holds the folder, before its records are read: a run that ends writes first. Not
+        again while it is free and nothing changes: a run that begins must find it so."""
+        if not self.free or changed != self._changed:
+            self.free, self._changed = _free(self.folder), changed
 
     @property
     def run(self) -> Loaded:
