@@ -353,6 +353,8 @@ def test_runs_of_a_comparison_go_by_its_name():
         for place, size in (("mine/fedavg-seed3", 20), ("alone", 30))
     ]
     assert list(by_method([near, far])) == ["fedavg (mine)", "fedavg (alone)"]
+    twin = made(lines([0.5] * 2), folder="runs/b", seed=4, sample=20, data="x" * 20)
+    assert "fedavg (mine and 1 more)" in by_method([near, far, twin])
     assert differences(by_method([near])) == []
 
 

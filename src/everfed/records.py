@@ -132,11 +132,16 @@ def by_method(runs: Iterable[Loaded]) -> dict[str, list[Loaded]]:
     for own in groups.values():
         namesakes = [run for run in firsts if run.method == own[0].method]
         brief = max(len(_set_apart(run, namesakes)) for run in namesakes) <= BRIEF
-        name = _set_apart(own[0], namesakes) if brief else f"{own[0].method} ({own[0].place})"
+        name = _set_apart(own[0], namesakes) if brief else f"{own[0].method} ({_places(own)})"
         while name in out:  # values that differ, but look the same
             name += "'"
         out[name] = own
     return out
+
+
+def _places(runs: Sequence[Loaded]) -> str:
+    first, *more = dict.fromkeys(run.place for run in runs)
+    return f"{first} and {len(more)} more" if more else first
 
 
 def _set_apart(run: Loaded, namesakes: Sequence[Loaded]) -> str:
