@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import tomllib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,6 +103,32 @@ def test_rounds_that_agree_get_a_longer_momentum():
     assert ["turn back" in " ".join(a.reasons) for a in advised] == [False, False, True]
 
 
+def test_a_short_pilot_says_how_little_it_saw(digits):
+    """What was lost, and in how many rounds a task, is told whatever the advice; few are doubted,
+    unless the tasks themselves are as short."""
+    stream = ef.streams.domains(digits, clients=6, alpha=0.3, rounds=8)
+    short, long = (advise.read(advise.pilot(experiment(stream), n)) for n in (4, 16))
+    assert (short.rounds, short.few) == (2, True)
+    assert (long.rounds, long.few) == (8, False)
+    for seen in (short, long):
+        said = "\n".join(advise.advise(seen).reasons)
+        assert re.search(
+            rf"accuracy on earlier tasks w.*lost.*, in {seen.rounds} rounds a task", said
+        )
+    little = advise.advise(replace(short, lost=0.01))
+    assert "1 points of accuracy on earlier tasks were lost" in " ".join(little.reasons)
+    assert "2 rounds a task are few" in little.doubts[0]
+    assert "--rounds 12" in little.doubts[0]
+    whole = ef.streams.domains(digits, clients=6, rounds=2)
+    assert not advise.read(advise.pilot(experiment(whole))).few
+
+
+def test_what_is_said_of_clients_are_equal_ones():
+    """Five clients of unequal weight count as 3.4 equal ones; nobody draws 3 clients."""
+    apart = Drift(1.0, 0.9, 0.8, 1.1, 3.4, 1.0)
+    assert "weigh as much as 3.4 equal ones" in advise.advise(signs(drift=apart)).reasons[0]
+
+
 def test_labels_that_change_are_seen_in_the_records():
     """The stream of the CFL paper, where a client's labels change in every round, and one in which
     they stay."""
@@ -125,6 +154,24 @@ def test_a_run_is_read_and_its_configuration_kept(tmp_path):
     (tmp_path / "advised.toml").write_text(text)
     assert configs.read(tmp_path / "advised.toml").stream["rounds"] == 3
     assert "--set changes" in everfed("advise", place, "--set", "seed=1", expect=1).stderr
+
+
+def test_a_comparison_is_read_by_its_runs_of_fedavg(digits, tmp_path):
+    stream = ef.streams.domains(digits, clients=4, rounds=3)
+    for name, seed in (("fedavg", 0), ("ewc", 0), ("fedavg", 1)):
+        ef.run(ef.methods.METHODS[name].build(), stream, ef.models.mlp(64, 8, 10), seed=seed,
+               folder=tmp_path / f"{name}-seed{seed}")  # fmt: skip
+    chosen = {"methods": ["fedavg", "ewc"], "seeds": [0, 1]}
+    (tmp_path / "compare.json").write_text(json.dumps({"compare": chosen}))
+    done = everfed("advise", tmp_path)
+    assert f"From fedavg, 6 rounds in {tmp_path}, 2 seeds:" in done.stdout
+    assert done.stderr == ""
+    both = [load(tmp_path / f"fedavg-seed{seed}") for seed in (0, 1)]
+    lost = np.mean([advise.read(run).lost for run in both])
+    assert advise.read(*advise.chosen(tmp_path)).lost == pytest.approx(lost)
+    (tmp_path / "compare.json").write_text(json.dumps({"compare": chosen | {"methods": ["ewc"]}}))
+    with pytest.raises(EverfedError, match=rf"give one of its runs \({tmp_path}/ewc-seed0\)"):
+        advise.chosen(tmp_path)
 
 
 def test_a_run_without_meters_says_so(tmp_path):

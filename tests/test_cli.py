@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from everfed import compare as comparing
 from everfed import config as configs
-from everfed.cli import _seeds
+from everfed.cli import _seeds, app
 from everfed.methods import METHODS
 from everfed.metrics import matrix, summarise
 
@@ -323,10 +324,14 @@ def test_unfinished_class_streams_are_shown(tmp_path):
 def test_infinity_survives_a_resume(tmp_path):
     change = ["--set", "stream.alpha=inf", "--set", "stream.rounds=1"]
     everfed("run", *change, "--folder", tmp_path / "a")
-    everfed("resume", tmp_path / "a")
     more = ["-m", "cflag", "-s", "0", "--set", "methods.cflag.clip=inf"]
     everfed("compare", *change, *more, "--folder", tmp_path / "b")
-    everfed("resume", tmp_path / "b")
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        for checkpoint in folder.rglob("checkpoints/*"):
+            checkpoint.unlink()
+        assert "already finished" not in everfed("resume", folder).stdout
+        again = CliRunner().invoke(app, ["resume", str(folder)])
+        assert again.stdout.startswith("already finished: nothing to do\n")
 
 
 # examples -----------------------------------------------------------------------------------------

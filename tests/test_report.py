@@ -10,17 +10,21 @@ import signal
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import everfed as ef
 from everfed.errors import EverfedError
+from everfed.folder import RunFolder
 from everfed.metrics import summarise
-from everfed.records import Loaded, by_method, collect, differing
+from everfed.records import Loaded, by_method, collect, differences, differing
+from everfed.report import stream
 from everfed.report.page import gather, render
-from everfed.report.table import cells, latex, markdown
+from everfed.report.table import cells, latex, markdown, table
 from everfed.report.watch import Tail
 from everfed.streams import drift
 from test_cli import everfed
@@ -277,9 +281,81 @@ def test_tables_for_papers():
     rows = markdown(found).splitlines()
     assert rows[0].startswith("| method | ACC % | BWT |")
     assert rows[2].startswith(r"| a\_b \& 50% \<b\>\\x\|\$y\$ | **75.0 ± 0.0** | **-10.0 ± 0.0** |")
-    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows[:4]}) == 1
     best = [cell.best for cell in cells(found)["plain"]]
     assert not any(best[:4])  # the other is better at everything but ties
+
+
+def test_what_lies_within_the_deviation_of_the_best_is_bold_too():
+    """Over three seeds 70 ± 5 is no better than 66 ± 1, and better than 64; the caption says so."""
+    own = {"wide": (65, 70, 75), "near": (65, 66, 67), "far": (63, 64, 65)}
+    found = {
+        name: [summarise(lines([share / 100] * 2)) for share in shares]
+        for name, shares in own.items()
+    }
+    assert [row[0].best for row in cells(found).values()] == [True, True, False]
+    text = markdown(found)
+    assert "| near | **66.0 ± 1.0** |" in text
+    assert "| far | 64.0 ± 1.0 |" in text
+    said = "Bold: the best of a column, and all that lie within its ±."
+    assert text.endswith(said)
+    assert latex(found).endswith("% Mean " + r"$\pm$ standard deviation over seeds. "
+                                 + said.replace("±", r"$\pm$"))  # fmt: skip
+    page = gather({name: [made(lines([0.7] * 2))] * 2 for name in own})
+    assert page.caption.endswith(said)
+    assert "Bold" not in latex({"far": found["far"]})
+
+
+def test_small_numbers_are_not_zeros():
+    """A small model's traffic and memory have three digits, with a deviation in the same place."""
+    small = [
+        {"round": 0, "task": 0, "metric": "mb_up", "value": 0.01234},
+        {"round": 0, "task": 0, "metric": "client_mb", "value": 0.00123},
+        {"round": 0, "task": 0, "metric": "seconds", "value": 0.000456},
+    ]
+    large = [record | {"value": 10**6 * record["value"]} for record in small]
+    text = markdown({"small": [summarise(small)] * 2, "large": [summarise(large)]})
+    assert "| 0.000456 ± 0.000000 | 0.0123 ± 0.0000 | 0.00123 ± 0.00000 |" in text
+    assert "| 456.000 | 12340.0 | 1230.00 |" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_no_number_is_cut_in_any_terminal(width):
+    """Runs of one method on two streams, with long names: what does not fit is left out as a
+    whole, and named; what makes them differ stands below."""
+    shares = [[0.122] * 4, [None, None, 0.456, 0.456]]
+    own = [
+        made(lines(*shares), f"a_method_with_a_long_name_{k}", seed, f"runs/try-{k}-{place}",
+             data=f"digits: {place} samples", sample=place, stream={"alpha": 1 / place})
+        for k in (1, 2)
+        for seed, place in enumerate((100, 200))
+    ]  # fmt: skip
+    found = by_method(own)
+    assert next(iter(found)) == "a_method_with_a_long_name_1 (try-1-100)"
+    summaries = {name: [summarise(run.records) for run in runs] * 2 for name, runs in found.items()}
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(table(summaries, "title", console.width))
+    text = console.export_text()
+    assert "…" not in text
+    assert len(re.findall(r"\b28\.9\b", text)) == 4  # (12.2 + 45.6) / 2, of every run
+    shown, _, away = " ".join(text.split()).partition("Left out, for want of room: ")
+    for column in ("forgetting", "peak MB", "s/round"):
+        assert (column.split()[0] in shown) != (column in away)
+    assert differences(found)[0] == (
+        "a_method_with_a_long_name_1 (try-1-100): stream.alpha = 0.01, "
+        "data = digits: 100 samples, sample = 100"
+    )
+
+
+def test_runs_of_a_comparison_go_by_its_name():
+    near, far = [
+        made(lines([0.5] * 2), folder=f"runs/{place}", seed=3, sample=size, data="x" * size)
+        for place, size in (("mine/fedavg-seed3", 20), ("alone", 30))
+    ]
+    assert list(by_method([near, far])) == ["fedavg (mine)", "fedavg (alone)"]
+    twin = made(lines([0.5] * 2), folder="runs/b", seed=4, sample=20, data="x" * 20)
+    assert "fedavg (mine and 1 more)" in by_method([near, far, twin])
+    assert differences(by_method([near])) == []
 
 
 def test_show_in_other_formats(runs):
@@ -315,7 +391,48 @@ def test_watch_prints_where_runs_are(runs):
     said = everfed("watch", runs / "fedavg-0", runs / "cflag-1", "--once").stdout
     assert re.search(r"fedavg seed 0 +6/6 .*finished", said)
     assert re.search(r"cflag seed 1 +6/6 .*finished", said)
+    for width in (50, 60, 80, 120, 160):
+        said = everfed("watch", runs / "fedavg-0", "--once", COLUMNS=str(width)).stdout
+        assert "…" not in said
+        assert re.search(r"fedavg seed 0 +6/6 .* \d+\.\d .*finished", said)
     assert "is not a run's folder" in everfed("watch", runs, "--once", expect=1).stderr
+
+
+def test_a_stopped_run_says_how_to_go_on(digits, tmp_path):
+    """While a process holds the folder it runs; as soon as none does, it is stopped."""
+    stream = ef.streams.domains(digits, clients=3, rounds=2)
+    place, seen = tmp_path / "all" / "fedavg-seed0", []
+    (tmp_path / "all").mkdir()
+    chosen = {"compare": {"methods": ["fedavg", "ewc"], "seeds": [0]}}
+    (tmp_path / "all" / "compare.json").write_text(json.dumps(chosen))
+
+    def look(progress):
+        seen.append(everfed("watch", tmp_path / "all", "--once").stdout)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ef.run(
+            ef.methods.fedavg(), stream, ef.models.mlp(64, 8, 10), folder=place, on_round=look,
+            config={"seed": 0},
+        )  # fmt: skip
+    assert "stopped" not in seen[0]
+    assert "s left" in seen[0]
+    tail = Tail(place)
+    tail.update()
+    assert tail.stopped
+    again = RunFolder.open(place)  # as a resumed run does
+    again.append([{"round": 0, "task": 0, "metric": "train_loss", "value": 1.0}])
+    tail.update()
+    assert not tail.stopped
+    again.close()
+    tail.update()
+    assert tail.stopped
+    told = everfed("watch", place, "--once", COLUMNS="60").stdout
+    assert re.search(r"fedavg seed 0 +1/4 .*stopped", told)
+    assert f"stopped after round 1 of 4; go on with: everfed resume {place}\n" in told
+    both = everfed("watch", tmp_path / "all", "--once").stdout
+    assert f"1 of 2 runs in {tmp_path / 'all'} stopped; go on with: everfed resume" in both
+    assert "waiting" in both
 
 
 def test_a_run_goes_on_when_its_viewer_is_killed(tmp_path):
@@ -405,6 +522,23 @@ def test_input_drift_is_the_distance_of_means():
     assert drift.shift(x, y + np.array([3, 0, 0, 0])) == pytest.approx(1.5, abs=0.05)
     assert drift.shift(x, y) < 0.05
     assert np.isnan(drift.shift(x, None))
+
+
+@pytest.mark.parametrize("width", [60, 80, 150])
+def test_a_stream_is_explained_as_it_is_shown(digits, width):
+    """What is in the table is explained, nothing else is, and no number is cut."""
+    seen = drift.look(ef.streams.domains(digits, clients=5, alpha=0.1, rounds=4), seed=0)
+    shown, explained = stream.table(seen, width)
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(shown)
+    text = console.export_text()
+    assert "…" not in text
+    for task in seen.tasks:
+        assert text.count(f"({task.skew.chance:.2f})") >= 1
+    assert "Round TV" not in explained  # one data set a task: there is no such column
+    assert "Client TV" in explained
+    assert ("JS:" in explained) == (width == 150) == (" JS " in text)
+    assert ("JS" in explained.partition("Left out")[2]) == (width < 150)
 
 
 def test_stream_on_the_command_line(tmp_path):

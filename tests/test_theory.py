@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from io import StringIO
+
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from scipy.optimize import minimize
 from torch import nn
 from typer.testing import CliRunner
@@ -12,8 +16,9 @@ from typer.testing import CliRunner
 import everfed as ef
 from everfed.cli import app
 from everfed.data import arrays
+from everfed.report.stream import drifts
 from everfed.theory import nqm, rates
-from everfed.theory.drift import estimate, scattered
+from everfed.theory.drift import Drift, estimate, scattered
 from everfed.theory.measure import measure
 from everfed.theory.weights import bounded, correlated, independent
 from everfed.vector import folded
@@ -288,6 +293,37 @@ def test_drift_that_is_not_there_is_not_found():
     day = measure(ef.streams.periodic(data, clients=6, period=8), ef.models.mlp(64, 8, 10))
     assert day.drift.time < 0.2 * day.common
     assert day.drift.client < 0.2 * day.common
+
+
+def test_a_fit_at_its_limit_is_not_certainty():
+    """Clients with skewed labels in two or four domains: after one change nobody knows what stays;
+    after three the fit has no client drift, whoever is left out, and says no ± 0."""
+    few, more = (
+        measure(
+            ef.streams.domains(ef.data.digits(domains), clients=4, alpha=0.1, rounds=4),
+            ef.models.mlp(64, 8, 10),
+        )
+        for domains in (["plain", "rotated"], ["plain", "inverted", "rotated", "occluded"])
+    )
+    assert (few.changes, more.changes) == (1, 3)
+    shown = printed(drifts(few))
+    assert "too few changes (1) to tell" in shown
+    assert "±" not in shown
+    assert f"{few.drift.client + few.drift.time:.3g} with G²" in shown
+    assert "fewer than 3 times" in shown
+    assert "too few" not in printed(drifts(more))
+    limit = replace(more, drift=Drift(0.0, 2.0, 0.5), error=Drift(0.0, 0.2, 0.1))
+    assert "0, at the limit" in printed(drifts(limit))
+    assert "2 ± 0.2" in printed(drifts(limit))
+    assert "limit" not in printed(drifts(replace(limit, error=Drift(0.1, 0.2, 0.1))))
+
+
+def printed(table):
+    console = Console(width=60, record=True, file=StringIO())
+    console.print(table)
+    text = " ".join(console.export_text().split())
+    assert "…" not in text
+    return text
 
 
 def test_products_survive_folding():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from everfed import config as configs
 from everfed import metrics
 from everfed.errors import EverfedError
 from everfed.metrics import Drift, Record
-from everfed.records import Loaded
+from everfed.records import Loaded, load, members
 from everfed.runs import Progress
 from everfed.streams.drift import total_variation
 from everfed.streams.pilot import Pilot
@@ -46,6 +46,8 @@ SELDOM = 0.1
 EARLY = 2
 #: a pilot's tasks, and its rounds in all
 TASKS, ROUNDS = 3, 24
+#: rounds of a task that was cut short, below which it is hardly learnt, so hardly lost
+FEW = 6
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,13 @@ class Signs:
     stateless: bool  #: whether clients cannot keep anything
     present: float  #: share of the clients that is in a round; NaN: not known
     tasks: int = 1  #: that were played
+    rounds: int = 0  #: of the shortest task that came to its end; 0: none did
+    cut: bool = False  #: whether tasks go on beyond what was played
+
+    @property
+    def few(self) -> bool:
+        """Whether tasks were too short to tell what is forgotten."""
+        return self.cut and self.tasks > 1 and self.rounds < FEW
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ class Advice:
     method: str
     settings: dict[str, Any] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()  #: sentences
+    doubts: tuple[str, ...] = ()  #: what makes it less sure
 
     def __str__(self) -> str:
         own = ", ".join(f"{key} = {value!r}" for key, value in self.settings.items())
@@ -106,28 +116,79 @@ def pilot(
         "stream": short.describe(),
         "head": short.head,
         "stateless": short.stateless,
+        "task_rounds": [made.stream.length(k) for k in range(tasks)],
     }
     return Loaded(Path(), about, done.records)
 
 
-def read(run: Loaded) -> Signs:
-    """What a run's records show."""
-    stream = run.about.get("stream") or {}
-    counted = [r["value"] for r in run.records if r["metric"] == "clients"]
+def chosen(folder: Path) -> list[Loaded]:
+    """The run in a folder; of a comparison, the runs of FedAvg."""
+    inside = members(folder)
+    if inside == [folder]:
+        return [load(folder)]
+    begun = [load(path) for path in inside if (path / "config.json").exists()]
+    found = [run for run in begun if run.method == "fedavg" and run.records]
+    if not found:
+        names = ", ".join(str(run.folder) for run in begun) or "none has begun"
+        raise EverfedError(
+            f"{folder} is a comparison without a run of fedavg: give one of its runs ({names})"
+        )
+    return found
+
+
+def read(*runs: Loaded) -> Signs:
+    """What the records of a run, or of runs that differ in the seed only, show."""
+    first = runs[0]
+    stream = first.about.get("stream") or {}
+    records = [record for run in runs for record in run.records]
+    counted = [r["value"] for r in records if r["metric"] == "clients"]
+    played = _rounds(runs)
+    planned = first.about.get("task_rounds") or []
     return Signs(
-        run.method,
-        metrics.drift(run.records, since=EARLY),
-        metrics.forgetting(metrics.matrix(run.records)),
-        _changed(run.records),
-        run.about.get("head", "shared") != "shared",
-        bool(run.about.get("stateless", False)),
+        first.method,
+        metrics.drift(records, since=EARLY),
+        _mean([metrics.forgetting(metrics.matrix(run.records)) for run in runs]),
+        _mean([_changed(run.records) for run in runs]),
+        first.about.get("head", "shared") != "shared",
+        bool(first.about.get("stateless", False)),
         float(np.median(counted)) / stream.get("clients", math.nan) if counted else math.nan,
-        1 + max((r["task"] for r in run.records), default=0),
+        1 + max((r["task"] for r in records), default=0),
+        min(played.values(), default=0),
+        any(n < planned[task] for task, n in played.items() if task < len(planned)),
     )
+
+
+def _rounds(runs: Sequence[Loaded]) -> dict[int, int]:
+    """Rounds that were played of each task that came to its end, in the run that has fewest."""
+    out: dict[int, int] = {}
+    for run in runs:
+        for task in {r["task"] for r in run.records if r.get("end")}:
+            count = len({r["round"] for r in run.records if r["task"] == task})
+            out[task] = min(count, out.get(task, count))
+    return out
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Over what is known."""
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan
 
 
 def advise(signs: Signs, keep: bool = True) -> Advice:
     """A method for data that show these signs; `keep`: whether clients may keep samples."""
+    advice = _advise(signs, keep)
+    doubts = []
+    if signs.few and not signs.lost > LOST:
+        doubts.append(
+            f"{signs.rounds} rounds a task are few: what is hardly learnt cannot be lost. A "
+            f"pilot of --rounds {FEW * min(signs.tasks, TASKS)} or more is surer"
+        )
+    if signs.method != "fedavg":
+        doubts.append(f"the signs are of {signs.method}: FedAvg's are surer, of a pilot's run")
+    return replace(advice, doubts=tuple(doubts))
+
+
+def _advise(signs: Signs, keep: bool) -> Advice:
     if signs.drift is None:
         raise EverfedError(
             "the run has no drift meters (they need three rounds or more, of this version of "
@@ -137,6 +198,8 @@ def advise(signs: Signs, keep: bool = True) -> Advice:
     seen = _seen(signs.drift)
     if signs.tasks > 1 and math.isnan(signs.lost):
         seen += ("no accuracy was measured at the tasks' ends: what is forgotten is not known",)
+    elif signs.tasks > 1:
+        seen += (_lost(signs),)
     if signs.lost > LOST:
         return _against_forgetting(signs, keep, seldom, seen)
     if signs.changed > CHANGED and keep and not seldom:
@@ -161,10 +224,7 @@ def advise(signs: Signs, keep: bool = True) -> Advice:
 
 
 def _against_forgetting(signs: Signs, keep: bool, seldom: bool, seen: tuple[str, ...]) -> Advice:
-    lost = (
-        f"{100 * signs.lost:.0f} points of accuracy on earlier tasks were lost by the end: what is "
-        "learnt must be kept, before anything else",
-    )
+    lost = ("what is learnt must be kept, before anything else",)
     if keep and not seldom:
         why = "100 samples of each task at every client, trained on again, forget least"
         return Advice("cfl_coreset", {"size": 100}, (*seen, *lost, why))
@@ -174,6 +234,14 @@ def _against_forgetting(signs: Signs, keep: bool, seldom: bool, seen: tuple[str,
         return Advice("ewc", {}, (*seen, *lost, why))
     why = f"{reason}: LwF keeps the last model's answers while inputs change"
     return Advice("lwf", {}, (*seen, *lost, why))
+
+
+def _lost(signs: Signs) -> str:
+    points = round(100 * signs.lost) + 0.0
+    what = f"{points:.0f} points of accuracy on earlier tasks were lost by the end"
+    if points <= 0:
+        what = f"no accuracy on earlier tasks was lost by the end ({-points:+.0f} points)"
+    return f"{what}, in {signs.rounds} rounds a task"
 
 
 def _seen(drift: Drift) -> tuple[str, ...]:
@@ -190,8 +258,9 @@ def _seen(drift: Drift) -> tuple[str, ...]:
         )
     else:
         said = (
-            f"drawing {drift.effective:.0f} clients at random explains {by_chance:.2f}, so it is "
-            "period drift through few and different clients; more of them in a round would help"
+            f"drawing clients at random, who weigh as much as {drift.effective:.1f} equal ones, "
+            f"explains {by_chance:.2f}, so it is period drift through few and different clients; "
+            "more of them in a round would help"
         )
     out = [f"rounds turn by {turn:.2f} (0: not at all, 1: a right angle): {said}"]
     if turn > BACK:

@@ -121,8 +121,12 @@ def resume(
     """Go on with a run or a comparison where it was."""
     from everfed import compare as comparing
     from everfed import config as configs
-    from everfed.records import read_config
+    from everfed.records import members, read_config
 
+    if all(comparing.finished(member) for member in members(folder)):
+        out.print("already finished: nothing to do", highlight=False)
+        _show([folder])
+        return
     if (folder / "compare.json").exists():
         _run_all(comparing.opened(folder), folder, jobs)
         _show([folder])
@@ -156,14 +160,14 @@ def show(
         _show(runs)
         return
     from everfed.metrics import summarise
-    from everfed.records import collect
+    from everfed.records import collect, differences
     from everfed.report import table
     from everfed.report.page import notes
 
     found = collect(runs)
     summaries = {m: [summarise(r.records) for r in own] for m, own in found.items()}
     print(table.latex(summaries) if format_ is Format.latex else table.markdown(summaries))
-    _notes([*notes(found), *table.trouble(summaries)])
+    _notes([*differences(found), *notes(found), *table.trouble(summaries)])
 
 
 @app.command()
@@ -242,8 +246,9 @@ def stream(
     said = f"{made.data.name}: {made.clients} clients, {made.rounds} rounds, seed {settings.seed}"
     out.print(said, highlight=False, soft_wrap=True)
     _notes(made.data.notes)
-    out.print(seeing.table(seen, narrow=out.width < 120))
-    out.print(seeing.EXPLAINED, style="dim", highlight=False)
+    table, explained = seeing.table(seen, out.width)
+    out.print(table)
+    out.print(explained, style="dim", highlight=False)
     if seen.online != (len(seen.clients),) * 2:
         out.print("Online: {} to {} clients in a round.".format(*seen.online), highlight=False)
     if len(seen.clients) < made.clients:
@@ -259,7 +264,9 @@ def stream(
 def advise(
     what: Annotated[
         Path | None,
-        typer.Argument(help="A run's folder, or a TOML file; without one, the default's."),
+        typer.Argument(
+            help="The folder of a run or a comparison, or a TOML file; without one, the default's."
+        ),
     ] = None,
     changes: Changes = None,
     rounds: Annotated[int, typer.Option(min=4, help="Of the pilot run.")] = 24,
@@ -271,29 +278,27 @@ def advise(
     """Recommend a method by the drift in a run, or in a short pilot run of a configuration."""
     from everfed import advise as advising
     from everfed import config as configs
-    from everfed.records import load
 
     settings: configs.Config | None
     if what is not None and what.is_dir():
         if changes:
             raise EverfedError("--set changes a configuration, and this is a run's folder")
-        run = load(what)
-        kept = run.about.get("config")
+        found = advising.chosen(what)
+        kept = found[0].about.get("config")
         settings = configs.parse(kept) if kept else None
-        said = f"{run.method}, {run.rounds_done} rounds in {what}"
+        said = f"{found[0].method}, {found[0].rounds_done} rounds in {what}"
+        said += f", {len(found)} seeds" if len(found) > 1 else ""
     else:
         settings = configs.read(what, changes or [])
         made = configs.experiment(settings, "fedavg")
         with _bars() as bars:
-            run = advising.pilot(made, rounds, _follow(bars, "pilot"))
-        said = f"a pilot of {run.rounds_done} rounds with fedavg"
-    signs = advising.read(run)
-    advice = advising.advise(signs, keep)
+            found = [advising.pilot(made, rounds, _follow(bars, "pilot"))]
+        said = f"a pilot of {found[0].rounds_done} rounds with fedavg"
+    advice = advising.advise(advising.read(*found), keep)
     out.print(f"From {said}:", highlight=False, soft_wrap=True)
     for reason in advice.reasons:
         out.print(f"  - {reason}", highlight=False, soft_wrap=True)
-    if signs.method != "fedavg":
-        _notes([f"the signs are of {signs.method}: FedAvg's are surer, of a pilot's run"])
+    _notes(advice.doubts)
     text = advice.toml(settings)
     out.print(f"Try: {advice}\n", style="bold", highlight=False, soft_wrap=True)
     if output is None:
@@ -656,7 +661,7 @@ def _notes(notes: Iterable[str]) -> None:
 
 def _show(paths: list[Path]) -> None:
     from everfed.metrics import drift, summarise
-    from everfed.records import collect
+    from everfed.records import collect, differences
     from everfed.report.figure import comparison
     from everfed.report.page import gather, notes
     from everfed.report.table import table, trouble
@@ -665,7 +670,9 @@ def _show(paths: list[Path]) -> None:
     summaries = {m: [summarise(r.records) for r in own] for m, own in runs.items()}
     count = max(map(len, summaries.values()))
     title = f"mean ± std over {count} seeds" if count > 1 else None
-    out.print(table(summaries, title, narrow=out.width < 146))
+    out.print(table(summaries, title, out.width))
+    for line in differences(runs):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
     for method, own in runs.items():
         seen = drift([record for run in own for record in run.records])
         if seen:

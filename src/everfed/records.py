@@ -11,6 +11,9 @@ from typing import Any
 from everfed.errors import EverfedError
 from everfed.metrics import Record
 
+#: the longest name of a method with its settings
+BRIEF = 24
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -28,6 +31,12 @@ class Loaded:
     @property
     def seed(self) -> Any:
         return self.about.get("seed", "?")
+
+    @property
+    def place(self) -> str:
+        """The name of its folder, or of its comparison's."""
+        inside = self.folder.name == run_name(self.method, self.seed)
+        return shown((self.folder.resolve().parent if inside else self.folder.resolve()).name)
 
     @property
     def in_time_order(self) -> bool:
@@ -114,19 +123,44 @@ def collect(paths: Sequence[Path]) -> dict[str, list[Loaded]]:
 
 def by_method(runs: Iterable[Loaded]) -> dict[str, list[Loaded]]:
     """Runs that differ in nothing but the seed, under the method's name; where one name has been
-    run with several settings, those that differ are added to it."""
+    run with several settings, those that differ are added to it, or the folder if they are long."""
     groups: dict[str, list[Loaded]] = {}
     for run in runs:
         groups.setdefault(json.dumps([run.method, run.settings], sort_keys=True), []).append(run)
+    firsts = [own[0] for own in groups.values()]
     out: dict[str, list[Loaded]] = {}
     for own in groups.values():
-        first = own[0]
-        namesakes = [g[0].settings for g in groups.values() if g[0].method == first.method]
-        more = [f"{key.split('.')[-1]}={first.settings.get(key)}" for key in differing(namesakes)]
-        name = shown(" ".join([first.method, *more]))
+        namesakes = [run for run in firsts if run.method == own[0].method]
+        brief = max(len(_set_apart(run, namesakes)) for run in namesakes) <= BRIEF
+        name = _set_apart(own[0], namesakes) if brief else f"{own[0].method} ({_places(own)})"
         while name in out:  # values that differ, but look the same
             name += "'"
         out[name] = own
+    return out
+
+
+def _places(runs: Sequence[Loaded]) -> str:
+    first, *more = dict.fromkeys(run.place for run in runs)
+    return f"{first} and {len(more)} more" if more else first
+
+
+def _set_apart(run: Loaded, namesakes: Sequence[Loaded]) -> str:
+    """A run's method with the settings in which it differs from others of this name."""
+    apart = differing([other.settings for other in namesakes])
+    own = [f"{key.split('.')[-1]}={run.settings.get(key)}" for key in apart]
+    return shown(" ".join([run.method, *own]))
+
+
+def differences(runs: dict[str, list[Loaded]]) -> list[str]:
+    """The settings in which runs of one method differ, where their names do not tell."""
+    firsts = {name: own[0] for name, own in runs.items()}
+    out = []
+    for name, run in firsts.items():
+        namesakes = [other for other in firsts.values() if other.method == run.method]
+        if name != _set_apart(run, namesakes):
+            apart = differing([other.settings for other in namesakes])
+            own = [f"{key} = {run.settings[key]}" for key in apart if key in run.settings]
+            out.append(shown(f"{name}: {', '.join(own)}"))
     return out
 
 

@@ -22,7 +22,7 @@ from everfed import __version__
 from everfed.errors import EverfedError
 from everfed.metrics import Record, explained, matrix, prequential, summarise
 from everfed.records import Loaded, differing, unequal
-from everfed.report.table import cells, columns_of, spread, trouble
+from everfed.report.table import caption, cells, columns_of, spread, trouble
 
 #: Points of all curves together, beyond which only some rounds are drawn.
 POINTS = 100_000
@@ -74,6 +74,7 @@ class Page:
     version: str
     methods: list[str]
     notes: list[str]
+    caption: str  #: of the table
     columns: list[dict[str, str]]
     table: list[list[dict[str, Any]]]
     tasks: list[str]
@@ -174,6 +175,7 @@ def gather(runs: Runs) -> Page:
         version=__version__,
         methods=list(runs),
         notes=notes(runs) + trouble(summaries),
+        caption=caption(summaries),
         columns=[{"name": c.name, "what": c.what} for c in columns_of(summaries)],
         table=[[{"text": cell.text(), "best": cell.best} for cell in row] for row in rows.values()],
         tasks=tasks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -14,18 +15,28 @@ from rich.text import Text
 
 from everfed.errors import EverfedError
 from everfed.report.figure import bubbles, plain
+from everfed.report.table import breadth, without
 from everfed.streams.drift import Estimate, Look, Task
 from everfed.streams.stream import Stream
-from everfed.theory.measure import Measured
+from everfed.theory.measure import ENOUGH, Measured
 
-EXPLAINED = (
-    "Label skew: mean total variation (TV) between a client's labels and all clients'. To the task "
-    "before: TV and Jensen-Shannon divergence (bits) of all labels, and the distance of mean "
-    "inputs over the root of the inputs' total variance. Round TV: of all labels, between a "
-    "task's consecutive data. Client TV: between a client's consecutive data sets. In brackets: "
-    "the TV that chance alone gives for as many samples."
+#: what columns say; the others speak for themselves
+EXPLAINED = {
+    "of a client": "Of a client: least, median and most samples.",
+    "label skew": "Label skew: TV between a client's labels and all clients', mean.",
+    "labels TV": "Labels TV: of all labels, to the task before.",
+    "JS": "JS: Jensen-Shannon divergence of all labels to the task before, in bits.",
+    "inputs": "Inputs: distance of mean inputs to the task before, over the root of the inputs' "
+    "total variance.",
+    "round TV": "Round TV: of all labels, between a task's consecutive data.",
+    "client TV": "Client TV: between a client's consecutive data sets.",
+}
+BRACKETS = (
+    "TV: total variation distance, 0 equal, 1 disjoint; in brackets what chance alone gives for as "
+    "many samples."
 )
-
+#: what goes first where there is no room
+LEAST = ("JS", "data sets", "samples", "of a client", "inputs", "rounds", "round TV", "labels TV")
 
 MEASURED = (
     "Squared lengths of the full gradients' parts, ± their standard error over clients, and as "
@@ -36,61 +47,100 @@ MEASURED = (
 )
 
 
+LIMIT = "At the limit: 0 comes nearest whichever client is left out, so there is no error to tell."
+SLOW = (
+    f"Where a client's data change fewer than {ENOUGH} times, what stays cannot be told from what "
+    "passes slowly: look at more rounds, or tasks."
+)
+
+
 def drifts(found: Measured) -> Table:
     """What `everfed theory drift` prints."""
-    out = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    out = Table(header_style="bold", box=box.SIMPLE_HEAD, caption_justify="left")
     for head in ("", "", "value", "share"):
-        out.add_column(head, justify="right" if head else "left", no_wrap=True)
+        out.add_column(head, justify="right" if head else "left", no_wrap=head != "value")
     drift, error = found.drift, found.error
-    seen = drift.time > 2 * error.time  # otherwise there is nothing to be correlated
-    rows = (
-        ("G²", "client drift", drift.client, error.client),
-        ("D²", "time drift", drift.time, error.time),
-        ("C²", "common drift", found.common, None),
-        ("N²", "chance", found.chance, None),
-    )
-    for sign, name, value, spread in rows:
-        shown = f"{value:.3g}" if spread is None else f"{value:.3g} ± {spread:.1g}"
-        share = f"{value / found.length:.2f}" if found.length else "–"
-        out.add_row(sign, name, shown, share)
-        if sign == "D²":
-            correlation = f"{drift.alpha:.2f} ± {error.alpha:.1g}" if seen else "–"
-            out.add_row("α", "its correlation", correlation, "")
+    told = found.changes == 0 or found.changes >= ENOUGH
+
+    def row(sign: str, name: str, text: str, value: float) -> None:
+        out.add_row(sign, name, text, f"{value / found.length:.2f}" if found.length else "–")
+
+    if told:
+        row("G²", "client drift", _fit(drift.client, error.client), drift.client)
+        row("D²", "time drift", _fit(drift.time, error.time), drift.time)
+        seen = drift.time > 2 * error.time  # otherwise there is nothing to be correlated
+        correlation = f"{drift.alpha:.2f} ± {error.alpha:.1g}" if seen else "–"
+        out.add_row("α", "its correlation", correlation, "")
+        if not all((error.client, error.time)):
+            out.caption = LIMIT
+    else:
+        few = f"too few changes ({found.changes}) to tell"
+        both = drift.client + drift.time
+        out.add_row("G²", "client drift", few, "")
+        row("D²", "time drift", f"{both:.3g} with G²", both)
+        out.add_row("α", "its correlation", "–", "")
+        out.caption = SLOW
+    row("C²", "common drift", f"{found.common:.3g}", found.common)
+    row("N²", "chance", f"{found.chance:.3g}", found.chance)
     return out
 
 
-def table(seen: Look, narrow: bool = False) -> Table:
-    """One row a task, without columns that have nothing to say. A narrow table has what chance
-    gives under the estimates."""
-    rows = [_cells(task, narrow) for task in seen.tasks]
-    heads = [head for head in rows[0] if any(row[head] != "–" for row in rows)]
-    if narrow and "JS" in heads and len(heads) > 8:
-        heads.remove("JS")  # more do not fit
-    padding = (0, 0, 0, 1) if narrow else (0, 1)
+def _fit(value: float, error: float) -> str:
+    """An estimate; at its limit, where no client's absence moves it, an error says nothing."""
+    return f"{value:.3g} ± {error:.1g}" if error else f"{value:.3g}, at the limit"
+
+
+def table(seen: Look, width: int) -> tuple[Table, str]:
+    """One row a task, without columns that have nothing to say, and what the others mean. A narrow
+    table has what chance gives under the estimates; columns that it leaves out are named."""
+    known = [_cells(task, narrow=False) for task in seen.tasks]
+    heads = [head for head in known[0] if any(row[head] != "–" for row in known)]
+    out, shown = _table(seen, heads, narrow=False), heads
+    if breadth(out) > width:
+        out = _table(seen, shown, narrow=True)
+    for head in LEAST:
+        if breadth(out) <= width:
+            break
+        shown = [other for other in shown if other != head]
+        out = _table(seen, shown, narrow=True)
+    said = [EXPLAINED[head] for head in shown if head in EXPLAINED]
+    said += [BRACKETS] if any("(" in row[head] for row in known for head in shown) else []
+    away = without([head for head in heads if head not in shown])
+    return out, _counted(seen, " ".join([*said, away]).strip())
+
+
+def _table(seen: Look, heads: Sequence[str], narrow: bool) -> Table:
     out = Table(
         header_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=padding,
+        padding=(0, 0, 0, 1) if narrow else (0, 1),
         show_edge=not narrow,
         pad_edge=False,
     )
-    out.add_column("task", no_wrap=True, overflow="ellipsis")
-    for head in heads:
-        shown = head if seen.counted == "class" else head.replace("label", seen.counted)
-        out.add_column(shown.replace(" ", "\n") if narrow else shown, justify="right", no_wrap=True)
-    for task, row in zip(seen.tasks, rows, strict=True):
+    out.add_column("task", max_width=16 if narrow else None, overflow="fold")
+    for head in (_counted(seen, head) for head in heads):
+        out.add_column(head.replace(" ", "\n") if narrow else head, justify="right", no_wrap=True)
+    for task in seen.tasks:
+        row = _cells(task, narrow)
         out.add_row(Text(task.name), *(row[head] for head in heads))
     return out
 
 
+def _counted(seen: Look, text: str) -> str:
+    """Text on labels, said of domains where those are counted."""
+    if seen.counted == "class":
+        return text
+    return text.replace("label", seen.counted).replace("Label", seen.counted.capitalize())
+
+
 def _cells(task: Task, narrow: bool) -> dict[str, str]:
-    least, middle, most = (f"{n:.0f}" for n in task.sizes)
+    sizes = [f"{n:.0f}" for n in task.sizes]
     join = "\n" if narrow else " "
     return {
         "rounds": str(task.rounds),
         "data sets": str(task.moments),
         "samples": f"{task.samples:.0f}",
-        "of a client": f"{least}–{most}" if narrow else f"{least} – {middle} – {most}",
+        "of a client": ("–" if narrow else " – ").join(sizes),
         "label skew": _distance(task.skew, join),
         "labels TV": _distance(task.labels, join),
         "JS": _number(task.js),

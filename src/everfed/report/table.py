@@ -6,9 +6,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -43,11 +45,15 @@ COLUMNS = (
     Column("forgetting", "forgetting", 100, "accuracy lost on earlier tasks, -BWT", False, False),
     Column("worst drop", "worst_drop", 100, "the largest loss on one earlier task", True),
     Column("rounds to best", "rounds_to_best", 1, "rounds to each task's best, summed", False),
-    Column("s/round", "seconds_per_round", 1, "seconds of a round, with its tests", digits=2),
+    Column("s/round", "seconds_per_round", 1, "seconds of a round, with its tests", digits=3),
     Column("MB sent", "mb_sent", 1, "to clients and back"),
     Column("client MB", "client_mb", 1, "the most that one client held", digits=2),
     Column("peak MB", "peak_mb", 1, "the most memory of the process or the GPU", None, False, 0),
 )
+#: of a narrow table, what goes first where there is still no room
+LEAST = ("client MB", "MB sent", "s/round", "rounds to best", "worst drop", "NDCG@10 %", "HR@10 %")
+#: the widest name of a method in a narrow table; longer ones are folded
+LABEL = 24
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,16 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
 
 
+def decimals(value: float, digits: int) -> int:
+    """Decimals of a number that has some: three significant digits where it would look like 0.
+
+    >>> decimals(0.0123, 1), decimals(12.3, 1)
+    (4, 1)
+    """
+    small = 0 < value < 10**-digits
+    return 2 - math.floor(math.log10(value)) if small else digits
+
+
 def columns_of(runs: Summaries) -> list[Column]:
     """The columns of a table of these runs: where candidates are ranked, all that is known; else
     all that is not of ranking."""
@@ -89,57 +105,112 @@ def columns_of(runs: Summaries) -> list[Column]:
 
 
 def cells(runs: Summaries) -> dict[str, list[Cell]]:
-    """The table's rows by method; the best of each column is marked where there is a choice."""
+    """The table's rows by method; where there is a choice, the best of each column is marked, and
+    all that lie within its deviation of it."""
     columns = []
     for c in columns_of(runs):
         own = {m: spread([c.factor * getattr(s, c.attribute) for s in r]) for m, r in runs.items()}
-        known = {m: mean for m, (mean, _) in own.items() if not math.isnan(mean)}
-        best = None
+        known = [(mean, std) for mean, std in own.values() if not math.isnan(mean)]
+        best, near = math.nan, 0.0
         if c.more is not None and len(known) > 1:
-            best = (max if c.more else min)(known.values())
+            best, std = (max if c.more else min)(known, key=itemgetter(0))
+            near = 0.0 if math.isnan(std) else std
         columns.append(
-            {m: Cell(mean, std, mean == best, c.digits) for m, (mean, std) in own.items()}
+            {
+                m: Cell(mean, std, abs(mean - best) <= near, _digits(c, mean))
+                for m, (mean, std) in own.items()
+            }
         )
     return {method: [column[method] for column in columns] for method in runs}
 
 
-def table(runs: Summaries, title: str | None = None, narrow: bool = False) -> Table:
-    """For the terminal: the best of each column in bold. A narrow table has the deviations under
-    the means, and leaves some columns out."""
+def caption(runs: Summaries) -> str:
+    """What ± and bold mean, where the table has them."""
+    mean = "Mean ± standard deviation over seeds. " if _spreads(runs) else ""
+    return (mean + marks(runs)).strip()
+
+
+def marks(runs: Summaries) -> str:
+    """What bold means, where the table has it."""
+    if not any(cell.best for row in cells(runs).values() for cell in row):
+        return ""
+    within = ", and all that lie within its ±" if _spreads(runs) else ""
+    return f"Bold: the best of a column{within}."
+
+
+def _spreads(runs: Summaries) -> bool:
+    return any(len(own) > 1 for own in runs.values())
+
+
+def _digits(column: Column, mean: float) -> int:
+    return decimals(mean, column.digits) if column.factor == 1 else column.digits
+
+
+def table(runs: Summaries, title: str | None, width: int) -> Table:
+    """For the terminal, with what fits into its width. A narrow table has the deviations under
+    the means; columns that it leaves out are named below it."""
+    columns = columns_of(runs)
+    wide = _table(runs, title, columns, narrow=False)
+    if breadth(wide) <= width:
+        return wide
+    shown = [column for column in columns if column.narrow]
+    out = _table(runs, title, shown, narrow=True)
+    for name in LEAST:
+        if breadth(out) <= width:
+            break
+        shown = [column for column in shown if column.name != name]
+        out = _table(runs, title, shown, narrow=True)
+    away = [column.name for column in columns if column not in shown]
+    out.caption = f"{out.caption} {without(away)}".strip()
+    return out
+
+
+def without(names: Sequence[str]) -> str:
+    """What a narrow table says of columns that it has not."""
+    return f"Left out, for want of room: {', '.join(names)}." if names else ""
+
+
+def breadth(table: Table) -> int:
+    """The width that a table needs for every cell to be whole."""
+    console = Console(width=10_000)
+    return console.measure(table).maximum
+
+
+def _table(runs: Summaries, title: str | None, columns: Sequence[Column], narrow: bool) -> Table:
     out = Table(
         title=title,
         title_justify="left",
+        caption=marks(runs),
+        caption_justify="left",
         header_style="bold",
         box=box.SIMPLE_HEAD,
         padding=(0, 0, 0, 1) if narrow else (0, 1),
     )
-    out.add_column("method", no_wrap=True)
-    columns = columns_of(runs)
-    shown = [k for k, column in enumerate(columns) if column.narrow or not narrow]
-    for column in (columns[k] for k in shown):
+    out.add_column("method", max_width=LABEL if narrow else None, overflow="fold")
+    for column in columns:
         short = column.name.replace(" ", "\n")
         out.add_column(short if narrow else column.name, justify="right", no_wrap=True)
-    join = "\n± " if narrow else " ± "
+    join, places = "\n± " if narrow else " ± ", [columns_of(runs).index(c) for c in columns]
     for method, row in cells(runs).items():
-        own = [row[k] for k in shown]
+        own = [row[k] for k in places]
         texts = [Text(cell.text(join), "bold green" if cell.best else "") for cell in own]
         out.add_row(Text(method), *texts)
     return out
 
 
 def markdown(runs: Summaries) -> str:
-    """A Markdown table, the best of each column in bold."""
+    """A Markdown table, and what it has in bold."""
     columns = columns_of(runs)
     lines = ["| method | " + " | ".join(c.name for c in columns) + " |"]
     lines.append("|---|" + "---:|" * len(columns))
     for method, row in cells(runs).items():
         shown = [f"**{cell.text()}**" if cell.best else cell.text() for cell in row]
         lines.append("| " + " | ".join([escape_markdown(method), *shown]) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", caption(runs)]).rstrip()
 
 
 def latex(runs: Summaries) -> str:
-    """A LaTeX table (with booktabs), the best of each column in bold."""
+    """A LaTeX table (with booktabs), and in a comment what its caption should say."""
     columns = columns_of(runs)
     lines = [r"\begin{tabular}{l" + "r" * len(columns) + "}", r"\toprule"]
     lines.append(" & ".join(["method", *(escape_latex(c.name) for c in columns)]) + r" \\")
@@ -148,7 +219,9 @@ def latex(runs: Summaries) -> str:
         texts = [(cell.text(r" $\pm$ ", none="--"), cell.best) for cell in row]
         shown = [rf"\textbf{{{text}}}" if best else text for text, best in texts]
         lines.append(" & ".join([escape_latex(method), *shown]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
+    lines += [r"\bottomrule", r"\end{tabular}"]
+    told = caption(runs).replace("±", r"$\pm$")
+    return "\n".join([*lines, f"% {told}"] if told else lines)
 
 
 def escape_markdown(text: str) -> str:

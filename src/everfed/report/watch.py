@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -18,8 +18,26 @@ from rich.text import Text
 from everfed.errors import EverfedError
 from everfed.metrics import Record, drift
 from everfed.records import Loaded, members, parse, read_config
+from everfed.report.table import breadth, decimals
+
+try:
+    import fcntl
+except ImportError:  # Windows: folders have no lock, so nobody knows
+    fcntl = None  # type: ignore[assignment]
 
 BARS = "▁▂▃▄▅▆▇█"
+COLUMNS = (
+    "run", "rounds", "bar", "task", "now %", "accuracy", "period drift", "client drift", "s/round",
+    "state",
+)  # fmt: skip
+#: columns with the length of the curve, from the widest; the first that fits is shown
+LAYOUTS = [
+    *((COLUMNS, room) for room in (32, 22)),
+    *((("run", "rounds", "bar", "task", "now %", "accuracy", "s/round", "state"), room)
+      for room in (32, 22, 12)),
+    (("run", "rounds", "now %", "accuracy", "state"), 12),
+    (("run", "rounds", "now %", "state"), 12),
+]  # fmt: skip
 
 
 @dataclass
@@ -30,7 +48,9 @@ class Tail:
     about: dict[str, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     skipped: int = 0
+    free: bool = False  #: whether nobody was running it when it was last read
     _read: int = 0
+    _changed: int = 0
 
     def update(self) -> None:
         """Read what is new; a line that is still being written waits for the next time."""
@@ -38,6 +58,7 @@ class Tail:
             return
         self.about = self.about or read_config(self.folder)
         try:
+            self._ask((self.folder / "records.jsonl").stat().st_mtime_ns)
             with open(self.folder / "records.jsonl", "rb") as file:
                 if file.seek(0, 2) < self._read:  # a resumed run goes back to its checkpoint
                     self.records, self.skipped, self._read = [], 0, 0
@@ -51,6 +72,12 @@ class Tail:
         self.records += records
         self.skipped += skipped
 
+    def _ask(self, changed: int) -> None:
+        """Ask who holds the folder, before its records are read: a run that ends writes first. Not
+        again while it is free and nothing changes: a run that begins must find it so."""
+        if not self.free or changed != self._changed:
+            self.free, self._changed = _free(self.folder), changed
+
     @property
     def run(self) -> Loaded:
         return Loaded(self.folder, self.about, self.records, self.skipped)
@@ -58,6 +85,10 @@ class Tail:
     @property
     def finished(self) -> bool:
         return self.run.rounds is not None and self.run.rounds_done >= (self.run.rounds or 0)
+
+    @property
+    def stopped(self) -> bool:
+        return self.free and not self.finished
 
     def quiet(self) -> float:
         """Seconds since the records last grew."""
@@ -68,75 +99,120 @@ class Tail:
 
 
 def watch(paths: Sequence[Path], console: Console, once: bool = False, every: float = 1.0) -> None:
-    """Show the runs until all are finished (or once); nothing is written, nothing is locked."""
+    """Show the runs until all are finished (or once); nothing is written, no lock is kept."""
     for path in paths:
         if members(path) == [path]:
             read_config(path)  # tells at once if it is no run
-    tails = [Tail(folder) for path in paths for folder in members(path)]
+    tails = {path: [Tail(folder) for folder in members(path)] for path in paths}
+    everyone = [tail for own in tails.values() for tail in own]
 
-    def shown() -> Table:
-        for tail in tails:
+    def shown() -> list[Table | Text]:
+        for tail in everyone:
             tail.update()
-        return view(tails, console.width)
+        ways = [go_on(path, own) for path, own in tails.items()]
+        return [view(everyone, console.width), *(Text(way, "yellow") for way in ways if way)]
 
     if once or not console.is_terminal:
-        console.print(shown())
+        first, *lines = shown()
+        console.print(first)
+        for line in lines:
+            console.print(line, soft_wrap=True)  # a path that is broken cannot be copied
         return
-    with Live(shown(), console=console, auto_refresh=False) as live:
-        while not all(tail.finished for tail in tails):
+    with Live(Group(*shown()), console=console, auto_refresh=False) as live:
+        while not all(tail.finished for tail in everyone):
             time.sleep(every)
-            live.update(shown(), refresh=True)
+            live.update(Group(*shown()), refresh=True)
+
+
+def go_on(path: Path, tails: Sequence[Tail]) -> str:
+    """How to go on with a run or a comparison that has stopped; nothing while it runs."""
+    stopped = [tail for tail in tails if tail.stopped]
+    if not stopped or not all(tail.free or not tail.about for tail in tails):
+        return ""
+    how = f"go on with: everfed resume {path}"
+    if stopped[0].about.get("config") is None:  # begun from Python
+        how = f"go on with everfed.run(..., folder={str(path)!r}, resume=True)"
+    if len(tails) > 1:
+        return f"{len(stopped)} of {len(tails)} runs in {path} stopped; {how}"
+    run = stopped[0].run
+    return f"stopped after round {run.rounds_done} of {run.rounds or '?'}; {how}"
+
+
+def _free(folder: Path) -> bool:
+    """Whether no process holds a run's folder. A lock that is free is taken for a moment only,
+    and shared, so that viewers do not mistake each other for runs."""
+    if fcntl is None:
+        return False
+    try:
+        with open(folder / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held; or not ours to read
+        return False
+    return True
 
 
 def view(tails: Sequence[Tail], width: int = 120) -> Table:
-    """One row a run."""
-    out = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
-    wide, drifts = width >= 115, width >= 140
-    room = min(32, width - 90 - 25 * drifts) if wide else 12
-    heads = ["run", "rounds", "", "task", "now %", "accuracy of tasks seen"]
-    heads += ["period drift", "client drift", "s/round", "state"]
-    kept = [0, 1, 2, 3, 4, 5, *((6, 7) if drifts else ()), 8, 9] if wide else [0, 1, 4, 5, 9]
-    for k in kept:
-        right = heads[k] in ("rounds", "now %", "period drift", "client drift", "s/round")
-        head = heads[k] if wide else heads[k].partition(" of")[0]
-        out.add_column(head, justify="right" if right else "left", no_wrap=True)
-    for tail in tails:
-        row = _row(tail, room)
-        out.add_row(*(row[k] for k in kept))
+    """One row a run, with the columns that there is room for."""
+    rows = [_row(tail) for tail in tails]
+    for columns, room in LAYOUTS:
+        out = _view(rows, columns, room)
+        if breadth(out) <= width:
+            break
     skipped = sum(tail.skipped for tail in tails)
     if skipped:
         out.caption = f"skipped {skipped} half-written record line(s)"
     return out
 
 
-def _row(tail: Tail, room: int) -> list[Text]:
+def _view(rows: Sequence[dict[str, Any]], columns: Sequence[str], room: int) -> Table:
+    out = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
+    for name in columns:
+        right = name in ("rounds", "now %", "period drift", "client drift", "s/round")
+        head = {"accuracy": "accuracy of tasks seen", "bar": ""}.get(name, name)
+        out.add_column(
+            head if len(head) <= max(room, 12) else name,
+            justify="right" if right else "left",
+            no_wrap=name != "run",
+            overflow="fold",
+        )
+    for row in rows:
+        shown = row | {"accuracy": Text(spark(row["accuracy"], room), "green")}
+        out.add_row(*(shown[name] for name in columns))
+    return out
+
+
+def _row(tail: Tail) -> dict[str, Any]:
+    """A run's columns, with the curve still in numbers."""
     run = tail.run
     if not tail.records:
-        return [Text(tail.folder.name), *[Text("")] * 8, Text("waiting", "dim")]
+        state = Text("stopped", "yellow") if tail.stopped else Text("waiting", "dim")
+        nothing = dict.fromkeys(COLUMNS, Text(""))
+        return nothing | {"run": Text(tail.folder.name), "accuracy": [], "state": state}
     done, total = run.rounds_done, run.rounds
-    bar = _bar(done / total if total else 0.0, 12)
     task = max(r["task"] for r in tail.records)
     curve = _curve(tail.records)
     seen = drift(tail.records, since=done - 10)
     seconds = [r["value"] for r in tail.records if r["metric"] == "seconds" and r["value"]][-20:]
     pace = float(np.median(seconds)) if seconds else 0.0
-    return [
-        Text(f"{run.method} seed {run.seed}"),
-        Text(f"{done}/{total}" if total else f"{done}"),
-        Text(bar, "cyan"),
-        Text(_cut(run.tasks[task] if task < len(run.tasks) else "?", 16)),
-        Text(f"{curve[-1]:.1f}" if curve else "–"),
-        Text(spark(curve, room), "green"),
-        Text(f"{seen.period:.2f}" if seen else "–"),
-        Text(f"{seen.client:.2f}" if seen and seen.client == seen.client else "–"),
-        Text(f"{pace:.2f}"),
-        _state(tail, pace),
-    ]
+    return {
+        "run": Text(f"{run.method} seed {run.seed}"),
+        "rounds": Text(f"{done}/{total}" if total else f"{done}"),
+        "bar": Text(_bar(done / total if total else 0.0, 12), "cyan"),
+        "task": Text(_cut(run.tasks[task] if task < len(run.tasks) else "?", 16)),
+        "now %": Text(f"{curve[-1]:.1f}" if curve else "–"),
+        "accuracy": curve,
+        "period drift": Text(f"{seen.period:.2f}" if seen else "–"),
+        "client drift": Text(f"{seen.client:.2f}" if seen and seen.client == seen.client else "–"),
+        "s/round": Text(f"{pace:.{decimals(pace, 2)}f}"),
+        "state": _state(tail, pace),
+    }
 
 
 def _state(tail: Tail, pace: float) -> Text:
     if tail.finished:
         return Text("finished", "green")
+    if tail.stopped:
+        return Text("stopped", "yellow")
     quiet, total = tail.quiet(), tail.run.rounds
     if quiet > max(30.0, 10 * pace):
         return Text(f"no news for {quiet:.0f} s", "yellow")

@@ -20,14 +20,16 @@ gradients less the mean over clients, in rounds that lie l apart, are
 and G^2, D^2 and alpha are what comes nearest to these for all l up to half of the rounds
 (`drift.fitted`). C^2 is the mean product of two different clients' gradients in one round, each
 less its own mean over rounds. The papers' D^2 is of the data sets as they are: D^2 + N^2 where
-every round brings new samples. Standard errors leave out one client after another (jackknife).
+every round brings new samples. Standard errors leave out one client after another (jackknife), so
+they say nothing of rounds that were too few: G^2, D^2 and alpha are three unknowns, and while a
+client's data change fewer than `ENOUGH` times what stays cannot be told from what passes slowly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +47,9 @@ from everfed.streams.stream import Stream
 from everfed.theory.drift import Drift, fitted, products
 from everfed.vector import folded
 
+#: changes of a client's data that tell G^2, D^2 and alpha apart
+ENOUGH = 3
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -57,6 +62,7 @@ class Measured:
     length: float  #: squared length of the mean gradient over all clients and rounds
     clients: int  #: that were looked at
     rounds: int  #: that were looked at
+    changes: int  #: of a client's data in these rounds, median
 
 
 def measure(
@@ -116,6 +122,7 @@ def measure(
         length=float((g.mean((0, 1)) ** 2).sum()),
         clients=size,
         rounds=count,
+        changes=int(np.median([_changes(stream, i, count) for i in chosen])),
     )
 
 
@@ -128,6 +135,12 @@ def _kept(stream: Stream, client: int, rounds: int, lags: int) -> list[float]:
     """The share of rounds whose data set a client still holds 0, 1, 2, ... rounds later."""
     held = np.array([stream.block(client, t) for t in range(rounds)])
     return [float((held[: rounds - lag] == held[lag:]).mean()) for lag in range(lags)]
+
+
+def _changes(stream: Stream, client: int, rounds: int) -> int:
+    """How often a client's data set is another one."""
+    held = [stream.block(client, t) for t in range(rounds)]
+    return sum(a != b for a, b in pairwise(held))
 
 
 def _gradient(

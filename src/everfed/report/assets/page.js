@@ -374,7 +374,7 @@ function summary() {
   });
   rows($("#summary table"), ["method", ...page.columns.map((c) => c.name)], body, ["", ...page.columns.map((c) => c.what)]);
   const what = page.columns.map((c) => `${c.name}: ${c.what}`).join(". ");
-  $("#summary p").textContent = `Mean ± standard deviation over seeds; the best of a column in bold. ${what}.`;
+  $("#summary p").textContent = `${page.caption} ${what}.`;
 }
 
 function time() {
