@@ -672,7 +672,7 @@ def _show(paths: list[Path]) -> None:
     title = f"mean ± std over {count} seeds" if count > 1 else None
     out.print(table(summaries, title, out.width))
     for line in differences(runs):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        out.print(line, highlight=False, soft_wrap=True)
     for method, own in runs.items():
         seen = drift([record for run in own for record in run.records])
         if seen:
