@@ -1,6 +1,6 @@
 """An app whose data are at the sites and whose method has states there, and the model it ends in.
 
-Sites are held, or made to send NaN, by files in the folder GATES of their environment.
+Sites are held, or made to send a bad reply, by files in the folder GATES of their environment.
 """
 
 from __future__ import annotations
@@ -53,8 +53,28 @@ def samples(site, round):
         while (gates / f"hold-{site}-{round}").exists():
             time.sleep(0.05)
         if (gates / f"spoil-{site}-{round}").exists():
-            x[0, 0] = np.nan
+            spoil((gates / f"spoil-{site}-{round}").read_text(), x)
     return x, y
+
+def spoil(how, x):
+    "This process's one reply: NaN, of the wrong shape, huge, or of an older round."
+    from everfed.engines import flower
+    from flwr.app import Array, ArrayRecord
+    wrap_reply = flower.wrap_reply
+
+    def spoiled(*args):
+        content = wrap_reply(*args)
+        if how == "old":
+            content["site"]["round"] -= 1
+        elif how != "nan":
+            update = np.zeros({"shape": 3, "huge": 10**7}[how], np.float32)
+            record = dict(content["uploads"]) | {"update": Array(update)}
+            content["uploads"] = ArrayRecord(record)
+        return content
+
+    flower.wrap_reply = spoiled
+    if how == "nan":
+        x[0, 0] = np.nan
 
 tests = None
 """

@@ -44,7 +44,8 @@ quorum = 1.0
 
 
 class Gates:
-    """A site that is held in a round begins it and does not go on; one that is spoiled sends NaN."""
+    """A site that is held in a round begins it and does not go on; one that is spoiled sends what
+    cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,8 +53,8 @@ class Gates:
     def hold(self, site: str, round_: int) -> None:
         (self.folder / f"hold-{site}-{round_}").touch()
 
-    def spoil(self, site: str, round_: int) -> None:
-        (self.folder / f"spoil-{site}-{round_}").touch()
+    def spoil(self, site: str, round_: int, how: str) -> None:
+        (self.folder / f"spoil-{site}-{round_}").write_text(how)
 
     def wait(self, site: str, round_: int) -> None:
         place = self.folder / f"at-{site}-{round_}"
@@ -198,17 +199,20 @@ def test_a_link_killed_is_started_again_and_the_run_resumed(federation, sites, g
 
 
 def test_a_slow_site_and_a_bad_one_are_left_out_and_counted(sites, gates, expected):
-    """Site 2 misses the first round's deadline, site 1 sends NaN in the second."""
-    changes = (*TWO, "flower.quorum=0.6", "flower.deadline=60")
+    """Site 2 misses the first round's deadline; site 1 sends NaN in the second, then an update of
+    the wrong shape, a huge one, and one of an older round."""
+    changes = ("stream.rounds=[5]", "flower.quorum=0.6", "flower.deadline=60")
     gates.hold("2", 0)
-    gates.spoil("1", 1)
+    for k, how in enumerate(("nan", "shape", "huge", "old"), 1):
+        gates.spoil("1", k, how)
     run = sites.submit("slow", *changes)
     run.wait_rounds(1)
     gates.release("2", 0)
     got = run.finish()
-    assert run.values("clients") == [2, 2]
-    assert run.values("dropped_updates") == [1, 1]
-    assert np.array_equal(got, expected(*changes, missing={("2", 0), ("1", 1)}))
+    assert run.values("clients") == [2] * 5
+    assert run.values("dropped_updates") == [1] * 5
+    missing = {("2", 0), *(("1", k) for k in range(1, 5))}
+    assert np.array_equal(got, expected(*changes, missing=missing))
 
 
 def test_a_round_below_the_quorum_fails_loudly_and_is_resumed(sites, gates, expected):
