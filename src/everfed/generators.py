@@ -29,7 +29,7 @@ class Generator:
     height, width), one hidden layer for anything else.
 
     >>> Generator(Inputs((1, 8, 8)), latent=16, width=4).layout.d
-    1093
+    897
     """
 
     inputs: Inputs  #: what one looks like

@@ -131,7 +131,8 @@ def by_method(runs: Iterable[Loaded]) -> dict[str, list[Loaded]]:
     out: dict[str, list[Loaded]] = {}
     for own in groups.values():
         namesakes = [run for run in firsts if run.method == own[0].method]
-        brief = max(len(_set_apart(run, namesakes)) for run in namesakes) <= BRIEF
+        longest = max(len(_set_apart(run, namesakes)) for run in namesakes)
+        brief = len(namesakes) == 1 or longest <= BRIEF
         name = _set_apart(own[0], namesakes) if brief else f"{own[0].method} ({_places(own)})"
         while name in out:  # values that differ, but look the same
             name += "'"
