@@ -774,34 +774,6 @@ size = 4
     assert torch.equal(kept["memory.y"], (kept["memory.x"][:, 0] > 0).long())
 
 
-def test_sites_find_the_day_on_which_their_scanners_were_replaced(tmp_path):
-    """New samples in every round; from the fourth on, all of them 20 % brighter, with other labels."""
-    path = tmp_path / "everfed.toml"
-    path.write_text(
-        AT_SITES
-        + """
-[stream]
-name = "sites"
-clients = 2
-rounds = [8]
-[method]
-name = "special"
-[boundaries]
-by = "clients"
-"""
-    )
-
-    def samples(site, round_):
-        x = np.random.default_rng([round_, len(site)]).random((200, 4)).astype(np.float32)
-        return (1.2 * x if round_ >= 4 else x), (x[:, int(round_ >= 4)] > 0.5).astype(int)
-
-    settings = {"folder": str(tmp_path / "run")}
-    grid = Loop(client_app(path, samples), tmp_path, ("berlin", "oslo"), settings)
-    server_app(path)(grid, Context(1, 0, {}, RecordDict(), settings))
-    records, _ = read_records(tmp_path / "run")
-    assert [r["round"] for r in records if r["metric"] == "found_task"] == [4]
-
-
 CALENDAR = """
 [stream]
 name = "sites"
@@ -812,19 +784,32 @@ name = "special"
 """
 
 
-def at_sites(home, rounds, folder, sites=("berlin", "oslo"), changes="", spoil=None):
-    """A run of SPECIAL on data that change with every round."""
+def fresh(site, round_, size=20):
+    """Other samples at every site in every round."""
+    x = np.random.default_rng([round_, len(site)]).random((size, 4)).astype(np.float32)
+    return x, (x[:, 0] > 0.5).astype(int)
+
+
+def at_sites(home, rounds, folder, sites=("berlin", "oslo"), changes="", spoil=None, samples=fresh):
+    """A run of SPECIAL on data that live at the sites."""
     path = home / "everfed.toml"
     path.write_text(AT_SITES + CALENDAR.format(rounds=rounds))
-
-    def samples(site, round_):
-        x = np.random.default_rng([round_, len(site)]).random((20, 4)).astype(np.float32)
-        return x, (x[:, 0] > 0.5).astype(int)
-
     settings = {"folder": str(home / folder), "set": changes}
     grid = Loop(client_app(path, samples), home, sites, settings, spoil)
     server_app(path)(grid, Context(1, 0, {}, RecordDict(), settings))
     return grid
+
+
+def test_sites_find_the_day_on_which_their_scanners_were_replaced(tmp_path):
+    """New samples in every round; from the fourth on, all of them 20 % brighter, with other labels."""
+
+    def samples(site, round_):
+        x, y = fresh(site, round_, 200)
+        return (1.2 * x, (x[:, 1] > 0.5).astype(int)) if round_ >= 4 else (x, y)
+
+    at_sites(tmp_path, [8], "run", changes="boundaries.by=clients", samples=samples)
+    records, _ = read_records(tmp_path / "run")
+    assert [r["round"] for r in records if r["metric"] == "found_task"] == [4]
 
 
 def test_a_federation_that_has_come_to_its_end_is_prolonged(tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from everfed.disk import unpack, write
 from everfed.errors import EverfedError
 from everfed.records import read_config
-from everfed.vector import Layout, load
+from everfed.vector import Layout
 
 
 def weights(folder: str | Path) -> tuple[dict[str, Tensor], int]:
@@ -59,9 +59,7 @@ def load_model(folder: str | Path, model: nn.Module | Callable[[], nn.Module]) -
                 f"{folder} has {name} of shape {tuple(value.shape)}, and the model {there}: "
                 "it is another model"
             )
-    names = [(name, tuple(value.shape)) for name, value in found.items()]
-    layout = Layout.from_names(names)
-    load(module, layout, layout.flatten(found))
+    module.load_state_dict(found, strict=False)  # counters of batches are not among them
     return module.eval()
 
 

@@ -95,9 +95,13 @@ class Federation:
 
     def copy(self) -> Federation:
         """As it is now, whatever a round does to it."""
-        own = {"parts": list(self.parts), "clients": dict(self.clients)}
-        own |= {"informed": set(self.informed), "late": list(self.late)}
-        return replace(self, **own)  # type: ignore[arg-type]
+        return replace(
+            self,
+            parts=list(self.parts),
+            clients=dict(self.clients),
+            informed=set(self.informed),
+            late=list(self.late),
+        )
 
     def restore(self, earlier: Federation) -> None:
         """Go back to an earlier state, in place."""
