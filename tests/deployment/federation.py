@@ -119,11 +119,6 @@ class Federation:
         """The number that the link knows a site's node by."""
         return re.findall(r"SuperNode ID: (\d+)", self.log(f"node-{site}"))[-1]
 
-    def hellos(self, site: str) -> int:
-        """How often a site has said who it is."""
-        sent = r"Sending: query\.hello (?:(?!Sending).)*?Sent successfully"
-        return len(re.findall(sent, self.log(f"node-{site}"), re.DOTALL))
-
     def online(self, site: str) -> bool:
         """Whether the link has heard from a site's node lately."""
         known = json.loads(self.flwr("supernode", "list", "here", "--format", "json"))["nodes"]

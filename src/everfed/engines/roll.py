@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from logging import WARNING
+from logging import INFO, WARNING
 
 from flwr.app import Message, RecordDict
 from flwr.common.logger import log
@@ -65,5 +65,6 @@ class Roll:
             self.names[client] = name
             if self.nodes.get(client, node) in here - {node}:
                 log(WARNING, f"two nodes say that they are {self.name(client)}: the newer counts")
+            log(INFO, f"{self.name(client)} is here")
             self.nodes[client] = node
             self.met.add(node)
