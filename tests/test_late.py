@@ -51,6 +51,25 @@ def test_without_a_discount_a_step_of_the_anchor_is_the_same_a_round_later():
     assert np.allclose(late[1::2], prompt)
 
 
+class Absent(Late):
+    """Client 1 never answers in the second round."""
+
+    def draw(self, cohort, seed, round_):
+        return {client: None if (client, round_) == (1, 1) else 0 for client in cohort}
+
+
+def test_who_does_not_answer_counts_as_no_change_if_so_asked():
+    """Steps are -0.1 (w - 1) and -0.2 (w - 4); in the second round there is only the first one."""
+    local, halves = Local(lr=0.1, steps=1, batch=8), {"mean": 1.0, "zero": 0.5}
+    for missing, part in halves.items():
+        game = Game(ef.methods.fedavg(average="uniform"), [Q2], rounds=3, local=local)
+        game.rounds.late = Absent(missing=missing)
+        first, second, third = (float(w[0]) for w in game.play_all())
+        assert first == pytest.approx((0.1 + 0.8) / 2)
+        assert second == pytest.approx(first - part * 0.1 * (first - 1))
+        assert third == pytest.approx(second - (0.1 * (second - 1) + 0.2 * (second - 4)) / 2)
+
+
 def test_shares_of_lost_and_late_replies_are_those_asked_for():
     late = Late(lost=0.2, chance=0.3, rounds=3)
     drawn = [by for t in range(200) for by in late.draw(range(20), seed=1, round_=t).values()]

@@ -4,16 +4,20 @@ A reply that is tau rounds late counts in the round in which it comes, with its 
 (1 + tau)^-discount (FedBuff has an exponent of 1/2): it was made for an older model. A client whose
 reply is under way is not asked for another one. Its state, which is its own, is new at once. A
 reply that comes when its task is over is lost.
+
+The fewer answer, the more the mean of their updates depends on who they are. With missing = "zero"
+the step is shorter then, the sum of the updates over the number of clients that were asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
+from torch import Tensor
 
 from everfed.chance import rng
 from everfed.errors import EverfedError, plain
@@ -40,6 +44,9 @@ class Late:
     rounds: PositiveInt = 1
     #: an update that comes t rounds late counts (1 + t)^-discount
     discount: NonNegativeFloat = 0.5
+    #: clients that do not answer count as the mean of those that do, or as zero: with half of the
+    #: answers the server then takes half a step
+    missing: Literal["mean", "zero"] = "mean"
 
     def __post_init__(self) -> None:
         if self.lost + self.chance > 1:
@@ -60,6 +67,12 @@ class Late:
     def factor(self, rounds: int) -> float:
         """What an update counts that is so many rounds late."""
         return float((1 + rounds) ** -self.discount)
+
+    def step(self, mean: Tensor, answered: int, asked: int) -> Tensor:
+        """The mean update, or as much of it as clients have answered."""
+        if self.missing == "mean" or answered >= asked:
+            return mean
+        return mean * (answered / asked)
 
 
 def held(client: int, sent: int, due: int, task: int, reply: Reducer) -> State:

@@ -463,7 +463,8 @@ class Rounds:
         return out
 
     def _fold(self, fed: Federation, answer: Answer, values: State, events: Events) -> None:
-        step, parts = values["update"], []
+        asked = len(events.cohort) - int(events.values.get("empty_clients", 0))
+        step, parts = self.late.step(values["update"], answer.reducer.n, asked), []
         reduced = self._reduced(fed, answer, values)
         for part, state, own in zip(self.method.parts, fed.parts, reduced, strict=True):
             step, state = part.fold(state, step, own)
