@@ -156,6 +156,7 @@ BAD = [
     (lambda: ef.streams.domains(ef.data.digits(), order=["plain", "x"]), "no domain 'x'"),
     (lambda: ef.streams.classes(ef.data.digits(["plain"]), tasks=3), "3 equal tasks"),
     (lambda: ef.streams.static(ef.data.digits(["plain"]), clients=0), "clients must be at least 1"),
+    (lambda: ef.streams.static(ef.data.digits(["plain"]), rounds=[3]), r"rounds must be a whole number, not \[3\]"),
     (lambda: ef.streams.static(ef.data.arrays(np.zeros((2, 2)), [0, 1]), clients=3).samples(0, 0),
      "2 samples of task 'all' cannot be split over 3"),
     (lambda: split(np.zeros(5, int), 2, -1.0, 0), "alpha must be above 0"),

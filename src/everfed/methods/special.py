@@ -11,10 +11,8 @@ SPECIAL-C does it at the clients, after every local epoch, with 2 lambda (its pr
 
 Under SPECIAL a task moves the model by at most 1/lambda of its per-round steps.
 
-lam = "auto" (not in the paper) takes the lambda of each round for which 1/lambda of its step is as
-far as the first task has moved the model, so that no later task moves it further:
-
-    lambda = |theta_bar - theta| / |theta_1 - theta_0|
+lam = "auto" (not in the paper) is 1 over the number of the first task's rounds: a later task may
+move the model by as many of its steps as the first one was given.
 """
 
 from __future__ import annotations
@@ -44,25 +42,20 @@ class Anchor(Part):
     lam: NonNegativeFloat | Literal["auto"] = 0.25
 
     def init(self, w: Tensor, layout: Layout) -> State:
-        return {"begin": w} if self.lam == "auto" else {}
+        return {"rounds": zeros_like(w[0])} if self.lam == "auto" else {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        if "anchor" not in s:
-            return update, s
-        lam = self._fitting(s, update) if self.lam == "auto" else full_like(update[0], self.lam)
+        if "anchor" not in s:  # the first task: nothing to keep, but auto's rounds to count
+            return update, {key: count + 1 for key, count in s.items()}
+        lam = 1 / s["rounds"] if self.lam == "auto" else full_like(update[0], self.lam)
         new = pull(r.w + update, s["anchor"], lam)
         told = {"distance": (new - s["anchor"]).norm(), "step": update.norm(), "lam": lam}
         return new - r.w, s | told
 
-    def _fitting(self, s: State, update: Tensor) -> Tensor:
-        """None if the first task moved nothing: that says nothing of distances."""
-        step = update.norm()
-        return where(s["first"] > 0, step / s["first"], zeros_like(step))
-
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         if self.lam != "auto":
             return {"anchor": w}
-        return {"anchor": w, "first": s["first"] if "first" in s else (w - s["begin"]).norm()}
+        return {"anchor": w, "rounds": s["rounds"]} if s["rounds"] else s
 
     def metrics(self, s: State) -> dict[str, float]:
         names = ("distance", "step", "lam")
@@ -97,8 +90,7 @@ def special(
     """A server-side anchor at the previous task's model.
 
     Args:
-        lam: strength of the pull to the anchor; "auto": such that no task moves the model further
-            than the first one did.
+        lam: strength of the pull to the anchor; "auto": 1 over the first task's rounds.
         server_lr: the server's step before the pull; "1/task": 1/k in the k-th task.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """

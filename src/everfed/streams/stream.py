@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -199,7 +200,9 @@ class TaskStream(Stream):
 
 
 def positive(**values: int) -> None:
-    """Raise EverfedError for a setting below 1."""
+    """Raise EverfedError for a setting that is no whole number, or below 1."""
     for name, value in values.items():
+        if not isinstance(value, Integral):
+            raise EverfedError(f"{name} must be a whole number, not {value!r}")
         if value < 1:
             raise EverfedError(f"{name} must be at least 1, not {value}")
