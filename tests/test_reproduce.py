@@ -43,6 +43,13 @@ def loaded(method: str, tests: list[float]) -> list[Loaded]:
     return [Loaded(Path(), {"method": {"name": method}}, records)]
 
 
+def test_a_test_that_a_tasks_end_tells_again_counts_once():
+    (run,) = loaded("fedavg", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    again = [*run.records, run.records[-1] | {"end": True}]
+    assert preset.MEASURES["best 5"](again) == pytest.approx(40)  # (20 + ... + 60) / 5
+    assert preset.MEASURES["last 10"](again) == pytest.approx(35)
+
+
 @pytest.mark.parametrize(
     ("fedavg", "coreset", "verdict"),
     [

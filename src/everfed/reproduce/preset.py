@@ -9,6 +9,7 @@ method by measure, `within` how near ours must come to a measure's figures, wher
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 import subprocess
@@ -29,21 +30,20 @@ from everfed.records import Loaded
 from everfed.reproduce import Finding, Outcome, check
 
 
+def scores(records: Sequence[Record], metric: str = "accuracy") -> np.ndarray:
+    """A run's tests of one measure; what a task's end tells again is left out."""
+    return np.array([r["value"] for r in records if r["metric"] == metric and not r.get("end")])
+
+
 def best5(records: Sequence[Record]) -> float:
     """The mean of a run's five best tests (CFL's measure)."""
-    return float(np.mean(sorted(r["value"] for r in records if r["metric"] == "accuracy")[-5:]))
+    return float(np.sort(scores(records))[-5:].mean())
 
 
-def information_loss(records: Sequence[Record]) -> float:
-    """The mean over a run's rounds."""
-    return float(np.mean([r["value"] for r in records if r["metric"] == "information_loss"]))
-
-
-def last(records: Sequence[Record], metric: str, tests: int) -> np.ndarray:
-    """A run's last tests of one measure."""
-    return np.array([r["value"] for r in records if r["metric"] == metric and not r.get("end")])[
-        -tests:
-    ]
+def mean(records: Sequence[Record], metric: str) -> float:
+    """Over all rounds that have it; NaN if none has."""
+    found = scores(records, metric)
+    return float(found.mean()) if len(found) else math.nan
 
 
 def swing(tests: np.ndarray) -> float:
@@ -60,11 +60,12 @@ MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "BWT": lambda records: 100 * summarise(records).bwt,
     "worst drop": lambda records: 100 * summarise(records).worst_drop,
     "rounds to best": lambda records: summarise(records).rounds_to_best,
-    "information loss": information_loss,
-    "last 10": lambda records: 100 * float(last(records, "accuracy", 10).mean()),
-    "swing": lambda records: 100 * swing(last(records, "accuracy", 50)),
+    "information loss": lambda records: mean(records, "information_loss"),
+    "last 10": lambda records: 100 * float(scores(records)[-10:].mean()),
+    "swing": lambda records: 100 * swing(scores(records)[-50:]),
+    "Kalman gain": lambda records: mean(records, "kalman_gain"),
 } | {
-    name: lambda records, metric=metric: 100 * float(last(records, metric, 5).mean())
+    name: lambda records, metric=metric: 100 * float(scores(records, metric)[-5:].mean())
     for name, metric in (("AUC", "auc"), ("HR@5", "hr@5"), ("HR@10", "hr@10"),
                          ("NDCG@5", "ndcg@5"), ("NDCG@10", "ndcg@10"))
 }  # fmt: skip
@@ -109,11 +110,14 @@ class Preset:
 
     def _table(self, measure: str, values: Values) -> Table:
         table = Table(title=f"{self.what}: {measure}", title_justify="left")
-        for name in ("method", "ours", "paper's"):
+        for name in ("method", "ours") + (("paper's",) if self.figures[measure] else ()):
             table.add_column(name, justify="left" if name == "method" else "right")
         for method, own in values.items():
+            if np.isnan(own).all():  # a method that has no such measure
+                continue
             figure = self.figures[measure].get(method)
-            table.add_row(method, said(own), "" if figure is None else f"{figure:.2f}")
+            cells = (method, said(own), "" if figure is None else f"{figure:.2f}")
+            table.add_row(*cells[: len(table.columns)])
         return table
 
     def _hold(self, claim: str, found: Mapping[str, Values]) -> Finding:
@@ -145,7 +149,8 @@ class Preset:
         lines = [f"`everfed reproduce {self.name}`: {how}. Verdict: **{outcome.verdict}**.", ""]
         for table in outcome.tables:
             names = [str(column.header) for column in table.columns]
-            lines += [f"{table.title}", "", "| " + " | ".join(names) + " |", "|---|---:|---:|"]
+            lines += [str(table.title), "", "| " + " | ".join(names) + " |"]
+            lines += ["|---|" + "---:|" * (len(names) - 1)]
             cells = zip(*(column.cells for column in table.columns), strict=True)
             lines += ["| " + " | ".join(map(str, row)) + " |" for row in cells] + [""]
         lines += ["| claim | found | |", "|---|---:|---|"]
