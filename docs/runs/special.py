@@ -28,7 +28,7 @@ class Sweep:
     """The settings of each row, and the methods that are the columns."""
 
     rows: dict[str, dict[str, Any]]
-    methods: tuple[str, ...] = ("fedavg", "special", "special_auto")
+    methods: tuple[str, ...] = ("fedavg", "special")
     of: str = "special-digits"
     seeds: tuple[int, ...] = SEEDS[:1]
 
@@ -42,8 +42,15 @@ SWEEPS = {
     "lambda": Sweep(LAMBDAS, ("special",), seeds=SEEDS),
     "lambda-pacs": Sweep(LAMBDAS, ("special",), "special-pacs", SEEDS),
     "clients": Sweep({f"N = {n}": {"sample": n} for n in (2, 4, 6, 8)}),
-    "rates": Sweep({f"lr = {lr}": {"local": {"lr": lr}} for lr in (0.01, 0.02, 0.03, 0.05)}),
-    "rounds": Sweep({f"T = {t}": {"stream": {"rounds": t}} for t in (1, 5, 10, 20, 30)}),
+    "rates": Sweep(
+        {f"lr = {lr}": {"local": {"lr": lr}} for lr in (0.01, 0.02, 0.03, 0.05)},
+        ("fedavg", "server_rate", "special"),
+        seeds=SEEDS,
+    ),
+    "rounds": Sweep(
+        {f"T = {t}": {"stream": {"rounds": t}} for t in (1, 5, 10, 20, 30)},
+        ("fedavg", "special", "special_auto"),
+    ),
     "epochs": Sweep({f"E = {e}": {"local": {"epochs": e}} for e in (1, 3, 5, 10)}),
     "skew": Sweep({f"α = {a:g}": {"stream": {"alpha": a}} for a in (0.05, 0.1, 0.3, 1.0, 100.0)}),
 }
