@@ -13,12 +13,9 @@ import everfed as ef
 from everfed import config
 from everfed.cli import app
 from everfed.errors import EverfedError
-from everfed.method import Reduced
-from everfed.methods.special import Anchor
 from everfed.reproduce import preset
 from everfed.theory import special
 from everfed.theory.special import Constants
-from everfed.vector import Layout
 
 
 @pytest.mark.parametrize(
@@ -105,19 +102,6 @@ def test_auto_is_one_over_the_rounds_of_the_first_task():
     assert torch.equal(runs[0].vector, runs[1].vector)
     seen = [r["value"] for r in runs[0].records if r["metric"] == "anchor_lam"]
     assert seen == pytest.approx([0.2] * 10)
-
-
-def test_auto_has_no_anchor_while_nothing_was_learnt():
-    """A first task whose rounds are all lost leaves nothing to keep, and no rounds to count by."""
-    part = Anchor("auto")
-    still = torch.zeros(3)
-    empty = Reduced({}, still, 0, 0.0, 1, 0, 0)
-    s = part.task_end(part.init(still, Layout(())), still, empty)
-    step, s = part.fold(s, torch.ones(3), empty)
-    assert step.tolist() == [1, 1, 1]
-    s = part.task_end(s, step, empty)
-    step, _ = part.fold(s, torch.ones(3), Reduced({}, torch.ones(3), 0, 0.0, 1, 0, 0))
-    assert step.tolist() == [0.5, 0.5, 0.5]  # one round: lam = 1
 
 
 @pytest.mark.parametrize("name", ["special-digits", "special-pacs", "special-cifar100"])

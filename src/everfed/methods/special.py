@@ -21,12 +21,11 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
-from torch import Tensor, full_like, where, zeros_like
+from torch import Tensor, full_like, where
 
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.fedavg import ServerRate
 from everfed.methods.registry import register
-from everfed.vector import Layout
 
 
 def pull(theta: Tensor, anchor: Tensor, lam: float | Tensor) -> Tensor:
@@ -41,13 +40,10 @@ class Anchor(Part):
     stage = 5
     lam: NonNegativeFloat | Literal["auto"] = 0.25
 
-    def init(self, w: Tensor, layout: Layout) -> State:
-        return {"rounds": zeros_like(w[0])} if self.lam == "auto" else {}
-
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        if "anchor" not in s:  # the first task: nothing to keep, but auto's rounds to count
-            return update, {key: count + 1 for key, count in s.items()}
-        lam = 1 / s["rounds"] if self.lam == "auto" else full_like(update[0], self.lam)
+        if "anchor" not in s:
+            return update, s
+        lam = s["lam"] if self.lam == "auto" else full_like(update[0], self.lam)
         new = pull(r.w + update, s["anchor"], lam)
         told = {"distance": (new - s["anchor"]).norm(), "step": update.norm(), "lam": lam}
         return new - r.w, s | told
@@ -55,7 +51,7 @@ class Anchor(Part):
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         if self.lam != "auto":
             return {"anchor": w}
-        return {"anchor": w, "rounds": s["rounds"]} if s["rounds"] else s
+        return {"anchor": w, "lam": s["lam"] if "lam" in s else full_like(w[0], 1 / (r.round + 1))}
 
     def metrics(self, s: State) -> dict[str, float]:
         names = ("distance", "step", "lam")
