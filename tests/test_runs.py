@@ -61,7 +61,15 @@ def test_kill_with_two_workers(digits, tmp_path):
     """The workers of a killed run end too, and the folder can be taken up again."""
     method = ef.methods.scaffold()
     options = {"folder": tmp_path / "run", "checkpoint_seconds": 0, "workers": 2, "rounds": 40}
-    assert killed_after(1.0, lambda: run(method, digits, **options))
+
+    def die(progress):
+        if progress.round == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    process = FORK.Process(target=lambda: run(method, digits, on_round=die, **options))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     again = run(method, digits, resume=True, **options)
     whole = run(method, digits, workers=2, rounds=40)
     assert torch.equal(again.vector, whole.vector)
