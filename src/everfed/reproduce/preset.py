@@ -102,22 +102,24 @@ class Preset:
             for measure in self.figures
         }  # fmt: skip
         return Outcome(
-            [self._table(measure, values) for measure, values in found.items()],
+            [self._table(found)],
             [self._hold(claim, found) for claim in self.claims] + self._close(found),
             short,
             smaller=not self.within,
         )
 
-    def _table(self, measure: str, values: Values) -> Table:
-        table = Table(title=f"{self.what}: {measure}", title_justify="left")
-        for name in ("method", "ours") + (("paper's",) if self.figures[measure] else ()):
-            table.add_column(name, justify="left" if name == "method" else "right")
-        for method, own in values.items():
-            if np.isnan(own).all():  # a method that has no such measure
-                continue
-            figure = self.figures[measure].get(method)
-            cells = (method, said(own), "" if figure is None else f"{figure:.2f}")
-            table.add_row(*cells[: len(table.columns)])
+    def _table(self, found: Mapping[str, Values]) -> Table:
+        """A row for each method, a column for each measure."""
+        beside = " (the paper's)" if any(self.figures.values()) else ""
+        table = Table(title=f"{self.what}: ours{beside}", title_justify="left")
+        table.add_column("method", no_wrap=True)
+        for measure in found:
+            table.add_column(measure, justify="right")
+        for method in next(iter(found.values())):
+            table.add_row(method, *(
+                said(values[method], self.figures[measure].get(method))
+                for measure, values in found.items()
+            ))  # fmt: skip
         return table
 
     def _hold(self, claim: str, found: Mapping[str, Values]) -> Finding:
@@ -186,10 +188,16 @@ def commit() -> str:
     return f", commit {found.stdout.strip()}"
 
 
-def said(values: np.ndarray) -> str:
-    """Mean and, of several seeds, standard deviation."""
+def said(values: np.ndarray, figure: float | None = None) -> str:
+    """Mean, standard deviation of several seeds, the paper's figure; nothing of what is not there.
+
+    >>> said(np.array([60.0, 62.0]), 58.69)
+    '61.00 ± 1.41 (58.69)'
+    """
+    if np.isnan(values).all():  # a method that has no such measure
+        return ""
     spread = f" ± {values.std(ddof=1):.2f}" if len(values) > 1 else ""
-    return f"{values.mean():.2f}{spread}"
+    return f"{values.mean():.2f}{spread}" + ("" if figure is None else f" ({figure:.2f})")
 
 
 def read(name: str) -> Preset:
