@@ -22,6 +22,7 @@ from everfed.methods.fedeve import FedEve
 from everfed.methods.fednova import Nova
 from everfed.methods.lwf import distillation
 from everfed.methods.special import pull
+from everfed.theory.gain import by_chance
 from everfed.theory.weights import independent
 from everfed.vector import Layout, squares
 from quadratics import Q2, Game, q2
@@ -143,6 +144,24 @@ def test_fedeve_on_two_clients_of_two_parameters():
     assert s["var"].item() == pytest.approx(0.048611, abs=1e-6)
     s = eve(0.0625, [0.25, 0.25], [[1.0, 1.0], [0.0, 1.0]], q_mode="update")
     assert s["period"].item() == 0.3125  # |u|^2 / (S d) = 1.25 / 4
+
+
+@pytest.mark.parametrize("sizes", [[1.0] * 10, [1.0] * 40, [20.0] + [1.0] * 9])
+def test_fedeves_gain_is_that_of_chance_where_clients_are_drawn_at_random(sizes):
+    """Gaussian updates, whose scale must not matter; 200 rounds to come to rest, 200 counted."""
+    random, d, part = torch.Generator().manual_seed(0), 500, FedEve()
+    p = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+    s = part.init(torch.zeros(d, dtype=p.dtype), Layout(()))
+    gains = []
+    for _ in range(400):
+        u = 7 * torch.randn(len(p), d, generator=random, dtype=p.dtype)
+        mean = p @ u
+        spread = (u - mean).square().mean().view(1)
+        r = Reduced({}, torch.zeros(d), len(p), len(p), 99, 0, 0, spread)
+        s = part.fold(s, mean, r)[1]
+        gains.append(s["gain"].item())
+    effective = 1 / p.square().sum().item()
+    assert np.mean(gains[200:]) == pytest.approx(by_chance(len(p), effective), rel=0.02)
 
 
 def test_fedeve_settles_at_fedavgs_fixed_point():
