@@ -13,6 +13,7 @@ import everfed as ef
 from everfed import config
 from everfed.cli import app
 from everfed.errors import EverfedError
+from everfed.methods.special import chosen
 from everfed.reproduce import preset
 from everfed.theory import special
 from everfed.theory.special import Constants
@@ -95,13 +96,39 @@ def test_a_real_run_keeps_the_bounds(lam):
         assert 0 < distance.max() <= cap
 
 
-def test_auto_is_one_over_the_rounds_of_the_first_task():
+@pytest.mark.parametrize(
+    ("first", "anchor", "lam"),
+    [
+        ([3.0, 4.0], [3.0, 9.0], 1 / 3 / 10),  # moved by 5, its length
+        ([3.0, 4.0], [0.0, 0.0], 1 / 3 / 10),
+        ([3.0, 4.0], [3.0, 6.5], 1 / 24 / 10),
+        ([3.0, 4.0], [3.0, 44.0], 2 / 10),
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([0.0, 0.0], [0.1, 0.0], 2 / 10),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+    ],
+)
+def test_auto_grows_with_how_far_the_first_task_moved_the_model(first, anchor, lam):
+    found = chosen(torch.tensor(first), torch.tensor(anchor), 10)
+    assert found.item() == pytest.approx(lam)
+
+
+def test_auto_is_settled_by_the_first_task():
     domains = ef.data.digits(["plain", "inverted", "rotated"])
-    stream, model = ef.streams.domains(domains, rounds=5), ef.models.mlp(64, 16, 10)
-    runs = [ef.run(ef.methods.special(lam), stream, model, sample=4) for lam in ("auto", 1 / 5)]
-    assert torch.equal(runs[0].vector, runs[1].vector)
-    seen = [r["value"] for r in runs[0].records if r["metric"] == "anchor_lam"]
-    assert seen == pytest.approx([0.2] * 10)
+    model = ef.models.mlp(64, 16, 10)
+
+    def play(lam, data=domains, **settings):
+        stream = ef.streams.domains(data, rounds=5)
+        return ef.run(ef.methods.special(lam, **settings), stream, model, sample=4)
+
+    auto = play("auto")
+    seen = [r["value"] for r in auto.records if r["metric"] == "anchor_lam"]
+    assert seen == seen[:1] * 10
+    first = ef.data.digits(["plain"])
+    begin, end = play(0.0, first, server_lr=1e-30).vector, play(0.0, first).vector
+    moved = ((end - begin).norm() / begin.norm()).item()
+    assert seen[0] == pytest.approx(min(moved**3 / 3, 2) / 5)
+    assert torch.allclose(play(seen[0]).vector, auto.vector, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["special-digits", "special-pacs", "special-cifar100"])

@@ -11,8 +11,10 @@ SPECIAL-C does it at the clients, after every local epoch, with 2 lambda (its pr
 
 Under SPECIAL a task moves the model by at most 1/lambda of its per-round steps.
 
-lam = "auto" (not in the paper) is 1 over the number of the first task's rounds: a later task may
-move the model by as many of its steps as the first one was given.
+lam = "auto" (not in the paper), with T the number of the first task's rounds and r how far it has
+moved the model, as a share of the first model's length:
+
+    lambda = min(r^3 / 3, 2) / T,    r = |theta_1 - theta_0| / |theta_0|
 """
 
 from __future__ import annotations
@@ -21,16 +23,23 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
-from torch import Tensor, full_like, where
+from torch import Tensor, finfo, full_like, where
 
 from everfed.method import Average, Context, Method, Part, Reduced, State
 from everfed.methods.fedavg import ServerRate
 from everfed.methods.registry import register
+from everfed.vector import Layout
 
 
 def pull(theta: Tensor, anchor: Tensor, lam: float | Tensor) -> Tensor:
     """The proximal step towards the anchor."""
     return (theta + lam * anchor) / (1 + lam)
+
+
+def chosen(first: Tensor, anchor: Tensor, rounds: int) -> Tensor:
+    """lambda = "auto" from the first model and that at the end of the first task, (d,) each."""
+    length = first.norm().clamp(min=finfo(first.dtype).tiny)  # that of a model of zeros: 2 / T
+    return (((anchor - first).norm() / length) ** 3 / 3).clamp(max=2) / rounds
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,9 @@ class Anchor(Part):
 
     stage = 5
     lam: NonNegativeFloat | Literal["auto"] = 0.25
+
+    def init(self, w: Tensor, layout: Layout) -> State:
+        return {"first": w.clone()} if self.lam == "auto" else {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         if "anchor" not in s:
@@ -51,7 +63,7 @@ class Anchor(Part):
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         if self.lam != "auto":
             return {"anchor": w}
-        return {"anchor": w, "lam": s["lam"] if "lam" in s else full_like(w[0], 1 / (r.round + 1))}
+        return {"anchor": w, "lam": s["lam"] if "lam" in s else chosen(s["first"], w, r.round + 1)}
 
     def metrics(self, s: State) -> dict[str, float]:
         names = ("distance", "step", "lam")
@@ -86,7 +98,7 @@ def special(
     """A server-side anchor at the previous task's model.
 
     Args:
-        lam: strength of the pull to the anchor; "auto": 1 over the first task's rounds.
+        lam: strength of the pull to the anchor; "auto": by how far the first task moves the model.
         server_lr: the server's step before the pull; "1/task": 1/k in the k-th task.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
