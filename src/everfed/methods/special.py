@@ -39,7 +39,8 @@ def pull(theta: Tensor, anchor: Tensor, lam: float | Tensor) -> Tensor:
 def chosen(first: Tensor, anchor: Tensor, rounds: int) -> Tensor:
     """lambda = "auto" from the first model and that at the end of the first task, (d,) each."""
     length = first.norm().clamp(min=finfo(first.dtype).tiny)  # that of a model of zeros: 2 / T
-    return (((anchor - first).norm() / length) ** 3 / 3).clamp(max=2) / rounds
+    moved: Tensor = (anchor - first).norm() / length
+    return (moved.pow(3) / 3).clamp(max=2) / rounds
 
 
 @dataclass(frozen=True)
