@@ -44,8 +44,14 @@ SWEEPS = {
     "clients": Sweep({f"N = {n}": {"sample": n} for n in (2, 4, 6, 8)}),
     "rates": Sweep(
         {f"lr = {lr}": {"local": {"lr": lr}} for lr in (0.01, 0.02, 0.03, 0.05)},
-        ("fedavg", "server_rate", "special"),
+        ("fedavg", "server_rate", "special", "special_auto"),
         seeds=SEEDS,
+    ),
+    "rates-pacs": Sweep(
+        {f"lr = {lr}": {"local": {"lr": lr}} for lr in (0.005, 0.02)},
+        ("fedavg", "special", "special_auto"),
+        "special-pacs",
+        SEEDS,
     ),
     "rounds": Sweep(
         {f"T = {t}": {"stream": {"rounds": t}} for t in (1, 5, 10, 20, 30)},
