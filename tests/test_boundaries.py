@@ -67,6 +67,15 @@ def test_a_reply_from_before_a_found_boundary_begins_no_task():
     assert lost == [(8, 1)]
 
 
+def test_late_replies_have_no_vote():
+    """They tell of the data that their clients held before."""
+    stream = domains("plain", "inverted", rounds=6)
+    for seed in range(4):
+        late = {"late": ef.Late(chance=0.3, rounds=2), "sample": 6}
+        run = go(ef.methods.special(), stream, boundaries=BY["clients"], seed=seed, **late)
+        assert found(run) == [6]
+
+
 def test_learning_rates_begin_anew_or_not_as_with_announced_tasks():
     stream, vectors = domains("plain", "inverted", rounds=8), []
     for reset in (True, False):

@@ -274,6 +274,18 @@ def test_fisher_is_the_mean_of_squares():
     assert fisher.tolist() == pytest.approx([2.0, 2.666667], abs=1e-5)
 
 
+def test_ewc_with_far_too_large_a_pull_stays_where_it_was():
+    """lambda F lr is far above the 2 that plain steps bear. Cut to 1, each step leads from w* to
+    w* - lr g(w), w where the step before has led."""
+    game = Game(methods.ewc(lam=1e4), [Q2, Q2], rounds=4, local=Local(lr=0.1, steps=5, batch=8))
+    path = game.play_all()
+    star = float(path[3][0])  # the end of the first task
+    a = b = star
+    for _ in range(5):
+        a, b = star - 0.1 * (a - 1), star - 0.1 * 2 * (b - 4)
+    assert float(path[4][0]) == pytest.approx(0.25 * a + 0.75 * b, abs=1e-6)
+
+
 def test_hutchinson_is_exact_over_all_signs():
     hessian = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
 

@@ -286,12 +286,15 @@ def test_bound_modules_train_the_vector():
     )
 
 
-def test_bf16_learns_like_float32(digits):
+@pytest.mark.parametrize(
+    "method", [ef.methods.fedavg(), ef.methods.icarl(predict="means")], ids=lambda m: m.name
+)
+def test_bf16_learns_like_float32(digits, method):
     stream = ef.streams.static(digits, clients=4, rounds=4)
     model = ef.models.cnn(1, 8, 10, 8)
     options = {"local": ef.Local(lr=0.1, epochs=2), "workers": 1}
-    full = ef.run(ef.methods.fedavg(), stream, model, **options)
-    half = ef.run(ef.methods.fedavg(), stream, model, precision="bf16", **options)
+    full = ef.run(method, stream, model, **options)
+    half = ef.run(method, stream, model, precision="bf16", **options)
     assert "bf16" in half.engine
     assert half.acc == pytest.approx(full.acc, abs=0.05)
     assert half.vector.dtype == torch.float32

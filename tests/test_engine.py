@@ -236,6 +236,11 @@ MISTAKES = [
                       local={"lr": 0.1}), "local must be an everfed.Local, not"),
     (lambda d: ef.methods.special(lam="x"), "^special: lam should be a valid number or 'auto', not 'x'$"),
     (lambda d: ef.methods.er(0), "^er: memory should be greater than 0, not 0$"),
+    (lambda d: ef.methods.fedtrack() + ef.methods.lwf(), "adds to the loss.*set iag = false"),
+    (lambda d: ef.methods.pfeddil() + ef.methods.fedadam(), "several models, and ServerAdaptive knows"),
+    (lambda d: ef.methods.ewc() + ef.methods.pfeddil(), "several models, and Elastic knows of one"),
+    (lambda d: ef.run(ef.methods.krum(bad=2), ef.streams.static(d), ef.models.mlp(64, 10), sample=4),
+     "krum needs 7 clients a round, and 4 take part"),
 ]  # fmt: skip
 
 

@@ -51,6 +51,24 @@ def test_without_a_discount_a_step_of_the_anchor_is_the_same_a_round_later():
     assert np.allclose(late[1::2], prompt)
 
 
+@pytest.mark.parametrize("method", [ef.methods.fedcurv(), ef.methods.scaffold(reset=False)])
+def test_what_clients_keep_and_the_servers_sum_of_it_agree_after_a_boundary(method):
+    """A reply that comes when its task is over does not count, but its client has kept its part."""
+    games = Game(method, [Q2, Q2, Q2], rounds=3, local=Local(lr=0.1, steps=2, batch=8))
+    games.rounds.late = Late(chance=0.5, rounds=2)
+    lost = 0
+    for _ in range(9):
+        games.play()
+        fed, key = games.fed, "a" if method.name == "fedcurv" else "c"
+        lost += sum(int(reply["at"][3]) < games.rounds._task(fed) for reply in fed.late)
+        upload = "0.a" if key == "a" else "0.dc"
+        under_way = sum(float(reply[upload]) for reply in fed.late)
+        kept = sum(float(own[0][key]) for own in fed.clients.values())
+        share = 1 if key == "a" else 2  # SCAFFOLD's is the mean over the two clients
+        assert share * float(fed.parts[0][key]) + under_way == pytest.approx(kept, abs=1e-5)
+    assert lost
+
+
 class Absent(Late):
     """Client 1 never answers in the second round."""
 

@@ -557,3 +557,15 @@ def test_information_loss_of_generated_samples(digits):
     gap = gradient(digits.x[ids], digits.y[ids]) - gradient(mine["x"], mine["y"])
     got = information_loss(program, fed, [0], 0)
     assert got == pytest.approx(gap.norm().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "hutchinson"])
+def test_a_series_at_the_model_itself_loses_nothing_with_batch_norm(curvature):
+    """Both sides are with running statistics; a batch's own would tell another gradient."""
+    stream = ef.streams.evolving(ef.data.digits(["plain"]), clients=1, subsets=2, rounds=1)
+    model = ef.models.cnn(1, 8, 10, 4, norm="batch")
+    method = ef.methods.cfl_regularization(curvature=curvature, layers="all", weights="auto")
+    options = {"local": ef.Local(lr=1e-6), "workers": 1, "information_loss": True}
+    seen = {r["metric"]: r["value"] for r in ef.run(method, stream, model, **options).records}
+    assert seen["information_loss"] == pytest.approx(0, abs=1e-3)
+    assert seen["series_loss"] == pytest.approx(0, abs=1e-6)

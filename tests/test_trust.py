@@ -135,11 +135,16 @@ def test_a_release_that_a_crash_repeats_counts_twice(digits, tmp_path):
 
 
 def test_privacy_beside_every_method(digits):
-    """Central noise goes with all that needs sums only; local noise with everything."""
+    """Central noise goes with all that needs sums only; local noise with single uploads as well."""
     for name, entry in METHODS.items():
         if name == "privacy":
             continue
         base = entry.build(average="uniform")
+        if not all(part.noisy for part in base.parts):
+            for where in ("local", "central"):
+                with pytest.raises(ef.EverfedError, match="does not go with this method"):
+                    base + ef.methods.privacy(where=where)
+            continue
         wheres = ["local"]
         if base.needs.secure_aggregation:
             wheres.append("central")
@@ -153,6 +158,15 @@ def test_privacy_beside_every_method(digits):
             assert [r["value"] for r in run.records if r["metric"] == "clients"] == [5, 5], name
     with pytest.raises(ef.EverfedError, match="average = 'uniform'"):
         ef.methods.fedavg() + ef.methods.privacy()
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ewc", "mimelite", "fedtrack", "fedeve", "special"])
+def test_a_method_still_learns_from_uploads_that_are_cut(digits, name):
+    """A number beside the update that is larger than it would take all of the norm."""
+    method = METHODS[name].build(average="uniform") + ef.methods.privacy(clip=1.0, noise=0.0)
+    stream = ef.streams.domains(digits, clients=5, alpha=None, rounds=15)
+    run = ef.run(method, stream, ef.models.mlp(64, 16, 10), local=ef.Local(lr=0.1), workers=1)
+    assert run.matrix[0][0] > 0.6  # 0.76 with FedAvg
 
 
 def test_the_spread_is_private_too():
@@ -296,6 +310,12 @@ def test_robust_aggregation_beside_other_methods():
         game = quadratic(base + ef.methods.median(), rounds=2)
         assert np.isfinite(game.play()).all()
         assert isinstance(game.rounds, Rounds)
+    digits = ef.data.digits(["plain", "inverted"])
+    for base in (ef.methods.icarl(memory=50), ef.methods.cflag(iag=False), ef.methods.ewc(lam=1.0)):
+        stream = ef.streams.domains(digits, clients=6, alpha=None, rounds=8)
+        options = {"local": ef.Local(lr=0.1), "workers": 1}
+        run = ef.run(base + ef.methods.krum(), stream, ef.models.mlp(64, 16, 10), **options)
+        assert run.matrix[0][0] > 0.3, base.name
     with pytest.raises(ef.EverfedError, match="does not go with FedEve"):
         ef.methods.fedeve() + ef.methods.median()
 

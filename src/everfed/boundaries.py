@@ -177,6 +177,16 @@ class Boundaries:
                 return 2 * changed / max(tested, 1.0)
         return None
 
+    def unsaid(self, method: Method, reply: State) -> State:
+        """A late reply, without what it tells: that is of data which the client held then."""
+        votes = [
+            f"{i}.{key}"
+            for i, part in enumerate(method.parts)
+            if isinstance(part, Watch)
+            for key in part.reduces
+        ]
+        return reply | {key: torch.zeros_like(reply[key]) for key in votes if key in reply}
+
     def watch(self, seen: State, loss: float | None, way: float) -> tuple[State, float]:
         """What the server knows after a round of that loss (None: clients keep it to themselves)
         and way, and how surprising it was: above 1 a task has begun."""

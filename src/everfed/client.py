@@ -183,9 +183,12 @@ class Phase(Context):
         ids: np.ndarray | list[np.ndarray] | None = None,
         loss: LossFunction | None = None,
         targets: Tensor | None = None,
+        train: bool = True,
     ) -> Tensor:
-        other = Objective(loss) if loss else None
-        return self._over(w, ids, lambda *a: self.program.compute.grad(*a)[0], other, targets)
+        def grad(w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective) -> Tensor:
+            return self.program.compute.grad(w, x, y, scale, objective, train)[0]
+
+        return self._over(w, ids, grad, Objective(loss) if loss else None, targets)
 
     def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
         squares, means = self._over(w, None, partial(self.program.compute.fisher, since=since))

@@ -3,7 +3,8 @@
 A reply that is tau rounds late counts in the round in which it comes, with its update times
 (1 + tau)^-discount (FedBuff has an exponent of 1/2): it was made for an older model. A client whose
 reply is under way is not asked for another one. Its state, which is its own, is new at once. A
-reply that comes when its task is over is lost.
+reply that comes when its task is over is lost, but for changes of what its client keeps, which the
+server has to follow (FedCurv's sums).
 
 The fewer answer, the more the mean of their updates depends on who they are. With missing = "zero"
 the step is shorter then, the sum of the updates over the number of clients that were asked.
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from everfed.chance import rng
 from everfed.errors import EverfedError, plain
-from everfed.method import State
+from everfed.method import Method, State
 from everfed.reduce import Reducer, Uploads
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -82,6 +83,15 @@ def held(client: int, sent: int, due: int, task: int, reply: Reducer) -> State:
     kept = {key: v if key in reply.stacks else v[None] for key, v in rows.items()}
     at = torch.tensor([client, sent, due, task])
     return kept | {"at": at, "weight": torch.tensor([reply.weight], dtype=torch.float64)}
+
+
+def follow(reply: State, into: Reducer, method: Method) -> None:
+    """Take in what of a reply counts when its task is over."""
+    for i, part in enumerate(method.parts):
+        for key in part.reduces if part.lasting else ():
+            change = reply.get(f"{i}.{key}")
+            if change is not None and bool(change.isfinite().all()):
+                into.add_to_sum(f"{i}.{key}", change[0])
 
 
 def count(reply: State, into: Reducer, discount: float) -> str:

@@ -77,10 +77,12 @@ class Context(Protocol):
         ids: np.ndarray | list[np.ndarray] | None = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         targets: Tensor | None = None,
+        train: bool = True,
     ) -> Tensor:
         """The mean loss's gradient at w over all the client trains on (or over `ids`; a list of
         samples, the longest first, gives one gradient for each, (len(ids), d)); or that of another
-        loss, which takes outputs and these targets, one a sample of `ids`."""
+        loss, which takes outputs and these targets, one a sample of `ids`. Without `train` with
+        running statistics in the place of the batch's own."""
         ...
 
     def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
@@ -205,9 +207,13 @@ class Part:
     reduces: ClassVar[Mapping[str, Reduction]] = {}
     #: whether `fold` reads `r.spread`
     spread: ClassVar[bool] = False
-    #: parts act in the order of their stages: 0 replaces the gradient, 1 adds to it (or to the data
-    #: or the loss), 2 normalises updates, 3 scales them, 4 is a server optimiser, 5 an anchor
+    #: parts act in the order of their stages: 0 replaces or scales the gradient, 1 adds to it (or
+    #: to the data or the loss), 2 normalises updates, 3 scales them, 4 is a server optimiser, 5 an
+    #: anchor
     stage: ClassVar[int] = 1
+    #: whether its uploads are of use when they are cut to a norm together with the update and
+    #: noise is added: numbers of samples, say, are not
+    noisy: ClassVar[bool] = True
     #: extras that change only at a task's end, so that a client needs them once a task
     once: ClassVar[tuple[str, ...]] = ()
     #: entries of the client state that are indices of samples; they are as many as `Context.fits`
@@ -370,6 +376,12 @@ class Part:
     @property
     def layered(self) -> bool:
         """Whether `fold` reads the spread of each layer."""
+        return False
+
+    @property
+    def lasting(self) -> bool:
+        """Whether its summed uploads are changes of what clients keep, of which the server must not
+        miss one: they count even where the update comes too late to."""
         return False
 
     @property

@@ -40,5 +40,5 @@ def renewed(old: State, sums: Tensor, counts: Tensor) -> State:
 def nearest(features: Tensor, means: Tensor, seen: Tensor) -> Tensor:
     """Scores that are highest for the class with the closest mean, all of length 1: (samples,
     width) -> (samples, classes). Classes without a mean are never chosen."""
-    scores = -torch.cdist(unit(features), unit(means))
+    scores = -torch.cdist(unit(features.to(means)), unit(means))
     return scores.masked_fill(seen == 0, -torch.inf)

@@ -105,7 +105,7 @@ class Reducer:
                 own = self.stacks.setdefault(key, {})
                 own.update({clients[i]: v.clone() for i, v in zip(rows, uploads[key], strict=True)})
             else:
-                self._sum(key, value)
+                self.add_to_sum(key, value)
         return rows
 
     def _reduced(self, uploads: Uploads, weights: Tensor) -> Uploads:
@@ -126,7 +126,8 @@ class Reducer:
                 out["squares"] = own.sum(0)
         return out
 
-    def _sum(self, key: str, value: Tensor) -> None:
+    def add_to_sum(self, key: str, value: Tensor) -> None:
+        """A further term of a sum, of a client that does not count otherwise."""
         if key in self.sums:
             self.sums[key] += value
         else:
@@ -141,7 +142,7 @@ class Reducer:
         self.dropped |= other.dropped
         self.weights |= other.weights
         for key, value in other.sums.items():
-            self._sum(key, value.clone())
+            self.add_to_sum(key, value.clone())
         for key, rows in other.stacks.items():
             own = self.stacks.setdefault(key, {})
             own.update({client: row.clone() for client, row in rows.items()})

@@ -16,7 +16,7 @@ from everfed.chance import rng, torch_seed
 from everfed.client import Ask, ClientProgram, Exchange
 from everfed.engines.local import Answer, ClientStates
 from everfed.errors import EverfedError
-from everfed.late import Late, count, held
+from everfed.late import Late, count, follow, held
 from everfed.ledger import Ledger
 from everfed.local import Local
 from everfed.memory import held_bytes
@@ -244,13 +244,14 @@ class Rounds:
         are lost: they go with states that have been closed."""
         come = [reply for reply in fed.late if reply["at"][2] <= fed.round] + answer.late
         fed.late = [reply for reply in fed.late if reply["at"][2] > fed.round]
+        over = [reply for reply in come if reply["at"][3] != self._task(fed)]
         counted = 0
         for reply in come:
             client, sent, _, task = reply["at"].tolist()
             if task != self._task(fed):
-                _add(events.values, "lost_replies")
                 continue
-            why = count(reply, answer.reducer, self.late.factor(fed.round - sent))
+            told = self.boundaries.unsaid(self.method, reply)
+            why = count(told, answer.reducer, self.late.factor(fed.round - sent))
             if why:
                 _add(events.values, "dropped_updates")
                 events.warnings.append(f"dropped a late update: {self.engine.name(client)}: {why}")
@@ -260,6 +261,12 @@ class Rounds:
             answer.mine.setdefault(client, known)
         if counted:
             events.values["late_updates"] = counted
+        if answer.reducer.n < self.method.least:  # a lost round would lose them altogether
+            fed.late += over
+            return
+        for reply in over:
+            follow(reply, answer.reducer, self.method)
+            _add(events.values, "lost_replies")
 
     def _probe(
         self, fed: Federation, cohort: list[int], start: Tensor, down: list[State], events: Events

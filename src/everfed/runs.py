@@ -602,6 +602,11 @@ def _check_options(
         raise EverfedError(f"sample must be a whole number of at least 1, not {sample!r}")
     if sample is not None and sample > stream.clients:
         raise EverfedError(f"sample is {sample}, but the stream has {stream.clients} clients")
+    if (sample or stream.clients) < method.least:
+        raise EverfedError(
+            f"{method.name} needs {method.least} clients a round, and {sample or stream.clients} "
+            "take part: raise sample, or lower what the method guards against"
+        )
     if stream.stateless and method.needs.client_state:
         raise EverfedError(
             f"{method.name} needs clients that keep a state, and in this stream a client is "

@@ -165,9 +165,16 @@ class Compute(ABC):
 
     @abstractmethod
     def grad(
-        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+        self,
+        w: Tensor,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor,
+        objective: Objective,
+        train: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients (clients, d), valid until the next call, and losses (clients,)."""
+        """Gradients (clients, d), valid until the next call, and losses (clients,); with modules
+        that behave otherwise in evaluation (BatchNorm), as in training or not."""
 
     def descend(
         self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective, lr: float

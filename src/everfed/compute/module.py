@@ -94,10 +94,16 @@ class ModuleCompute(Compute):
         return z.to(self.dtype)
 
     def grad(
-        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+        self,
+        w: Tensor,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor,
+        objective: Objective,
+        train: bool = True,
     ) -> tuple[Tensor, Tensor]:
         # BatchNorm cannot be trained on a single sample: that step uses the running statistics
-        self.module.train(not (self.norms and x.shape[1] == 1))
+        self.module.train(train and not (self.norms and x.shape[1] == 1))
         with self._at(w):
             self.g.zero_()
             seen = observe(self.module, x[0], self._forward) if objective.features else None

@@ -123,7 +123,13 @@ class SequenceCompute(Compute):
 
     @torch.no_grad()
     def grad(
-        self, w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective
+        self,
+        w: Tensor,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor,
+        objective: Objective,
+        train: bool = True,
     ) -> tuple[Tensor, Tensor]:
         g = self._g[: len(w)] if len(self._g) >= len(w) else torch.empty_like(w)
         params, out = self._params(w), self._params(g)

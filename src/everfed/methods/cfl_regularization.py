@@ -71,6 +71,7 @@ class Taylor(Part):
     """Second-order memories of past objectives, compressed to two vectors."""
 
     reduces = {"h": "stack", "c": "stack", "lost": "stack"}
+    stage = 0
     curvature: Literal["fisher", "hutchinson"] = "fisher"
     layers: Layers = "top"
     buffer: PositiveInt = 40
@@ -116,13 +117,14 @@ class Taylor(Part):
         if self.curvature == "fisher":
             h, g = c.fisher(w, since)
         else:
-            h, g = c.hutchinson(w, self.probes, since), c.gradient(w)
+            h, g = c.hutchinson(w, self.probes, since), c.gradient(w, train=False)
         h = h.clamp_(min=0) if self.clamp else h
         constant = g.addcmul_(h, w, value=-1)
         uploads = {"h": _take(h, slots), "c": _take(constant, slots)}
         if self.weights == "auto":
             start = c.start.expand_as(w)
-            uploads["lost"] = sq(_take(h * start + constant - c.gradient(start), slots))
+            exact = c.gradient(start, train=False)
+            uploads["lost"] = sq(_take(h * start + constant - exact, slots))
         return update, uploads, {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:

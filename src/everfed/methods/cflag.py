@@ -75,6 +75,12 @@ class Track(Part):
     def components(self) -> Table:
         return self.iag
 
+    def check_beside(self, parts: tuple[Part, ...], average: Average) -> None:
+        terms = ("loss", "feature_loss", "weigh")
+        if self.iag and any(part.has(hook) for part in parts for hook in terms):
+            raise EverfedError("a part adds to the loss, and a table of gradients is of the plain "
+                               "one: set iag = false")  # fmt: skip
+
     @property
     def stateful(self) -> bool:
         return False  # what the probe leaves behind lives until the round's end
@@ -181,6 +187,7 @@ class CFlag(Track):
         "g": "mean", "f": "mean", "has": "mean", "alpha": "mean", "along": "mean", "f2": "mean",
         "lambda": "mean", "rates": "mean", "constant": "mean", "helps": "sum",
     }  # fmt: skip
+    noisy = False
     remembers = ("ids",)
     alpha: PositiveFloat | None = None
     lipschitz: PositiveFloat = 5.0

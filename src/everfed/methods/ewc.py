@@ -6,7 +6,9 @@ squared gradients at the final model); the server merges them:
     F <- decay F + sum_i p_i F_i,    w* <- w
     local loss + lambda/2 sum F (w - w*)^2        so the gradient gains lambda F (w - w*)
 
-lambda = 0 is FedAvg. Where classes arrive task by task, only the new ones compete in the loss.
+lambda F is cut to 1 / lr, with which a step of plain SGD goes all the way back to w*; beyond 2 / lr
+steps would swing ever further away from it. lambda = 0 is FedAvg. Where classes arrive task by
+task, only the new ones compete in the loss.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Elastic(Part):
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
         if "fisher" not in c.down:
             return g
-        return g.addcmul_(c.down["fisher"], w - c.down["star"], value=self.lam)
+        if "pull" not in c.scratch:
+            c.scratch["pull"] = (self.lam * c.down["fisher"]).clamp_(max=1 / c.lr)
+        return g.addcmul_(c.scratch["pull"], w - c.down["star"])
 
     def close(self, w: Tensor, c: Context) -> tuple[State, State]:
         return {"fisher": c.fisher(w)[0]}, {}
@@ -47,7 +51,8 @@ class Elastic(Part):
         if not r.n:
             return s
         old = self.decay * s["fisher"] if s else 0.0
-        return {"fisher": old + r["fisher"], "star": w}
+        # noise (of privacy) can make it negative, and a pull a push
+        return {"fisher": (old + r["fisher"]).clamp_(min=0), "star": w}
 
 
 @register("Kirkpatrick et al. 2017")

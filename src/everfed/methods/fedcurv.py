@@ -27,7 +27,12 @@ class Curv(Part):
     """A pull to the other clients' last models, weighted by their Fisher information."""
 
     reduces = {"a": "sum", "b": "sum"}
+    noisy = False  # clients keep the sums' true terms
     lam: NonNegativeFloat = 0.1
+
+    @property
+    def lasting(self) -> bool:
+        return True
 
     def init(self, w: Tensor, layout: Layout) -> State:
         return {"a": zeros_like(w), "b": zeros_like(w)}

@@ -28,6 +28,7 @@ class Nova(Part):
 
     stage = 2
     reduces = {"a": "mean"}
+    noisy = False
     mu: NonNegativeFloat = 0.0
 
     def check(self, local: Local) -> None:

@@ -30,6 +30,7 @@ class Prototypes(Part):
     """Features are pulled to the global mean of their class."""
 
     reduces = {"sums": "sum", "counts": "sum"}
+    noisy = False
     lam: NonNegativeFloat = 1.0
 
     @property

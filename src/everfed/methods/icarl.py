@@ -73,6 +73,7 @@ class NearestMean(Exemplars):
     """Exemplars, and classes predicted by the nearest mean of features."""
 
     reduces = {"sums": "sum", "counts": "sum"}
+    noisy = False
 
     @property
     def batched(self) -> bool:

@@ -24,6 +24,7 @@ class MimeLite(Part):
     """The server's momentum inside local steps."""
 
     reduces = {"g": "mean"}
+    stage = 0
     beta: Fraction = 0.01
     reset: bool = False
 

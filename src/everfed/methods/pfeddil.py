@@ -65,8 +65,14 @@ class Bank(Part):
         return False
 
     def check_beside(self, parts: tuple[Part, ...], average: Average) -> None:
-        if sum(part.has("aggregate") for part in parts) > 1:
-            raise EverfedError("pfeddil averages models one by one, and so does nothing beside it")
+        hooks = ("aggregate", "fold", "probe", "close")
+        for part in parts:
+            # privacy's only counts
+            if part is not self and not part.has("seal") and any(map(part.has, hooks)):
+                raise EverfedError(
+                    f"pfeddil's server has several models, and {type(part).__name__} knows of one: "
+                    "beside it only what changes the clients' training"
+                )
 
     def init(self, w: Tensor, layout: Layout) -> State:
         return {"bank": w.new_zeros(0, len(w)), "heads": w.new_zeros(0, 0), "open": w.new_zeros(1)}

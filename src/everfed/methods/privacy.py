@@ -71,6 +71,12 @@ class Privacy(Part):
     def check_beside(self, parts: tuple[Part, ...], average: Average) -> None:
         if average != "uniform":
             raise EverfedError("privacy needs clients that count the same: average = 'uniform'")
+        for part in parts:
+            if not part.noisy:
+                raise EverfedError(
+                    f"privacy cuts and blurs all that {type(part).__name__} uploads, which is then "
+                    "of no use: it does not go with this method"
+                )
         for part in parts if self.where == "central" else ():
             apart = part.has("aggregate") or part.has("screen")
             if apart or "stack" in part.reduces.values():

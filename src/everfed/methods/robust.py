@@ -69,9 +69,11 @@ class Krum(Robust):
         return scores.argsort(stable=True)[: self.keep]
 
     def aggregate(self, uploads: State, weights: Tensor, means: frozenset[str]) -> State:
+        if not uploads:
+            return {}
         # a probe has no update: all that clients say stands for it
         said = [uploads["update"]] if "update" in uploads else list(uploads.values())
-        rows = self.chosen(torch.cat([value.flatten(1) for value in said], 1))
+        rows = self.chosen(torch.cat([value.reshape(len(value), -1) for value in said], 1))
         share, n, out = weights[rows] / weights[rows].sum(), len(weights), {}
         for key, value in uploads.items():
             center = torch.tensordot(share, value[rows], 1)

@@ -28,6 +28,7 @@ class Scaffold(Part):
     """Control variates against client drift."""
 
     reduces = {"dc": "sum"}
+    noisy = False  # clients keep their true variates
     option: Literal[1, 2] = 2
     reset: bool = True
 
@@ -41,6 +42,10 @@ class Scaffold(Part):
     @property
     def bounded(self) -> bool:
         return self.reset
+
+    @property
+    def lasting(self) -> bool:
+        return not self.reset
 
     def init(self, w: Tensor, layout: Layout) -> State:
         return {"c": zeros_like(w)}

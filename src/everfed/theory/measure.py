@@ -154,7 +154,7 @@ def _gradient(
     phase = Phase(program, ask, [job], alone=True)
     ids = rng(program.seed, "halves", round_, client).permutation(job.ids)
     n, half = len(ids), len(ids) // 2
-    a, b = (phase.gradient(w, own).double() for own in (ids[:half], ids[half:]))
+    a, b = (phase.gradient(w, own, train=False).double() for own in (ids[:half], ids[half:]))
     share = half / n
     noise = float((a - b).square().sum()) * share * (1 - share)
     return folded(a * share + b * (1 - share)).float().cpu().numpy(), noise
