@@ -322,3 +322,42 @@ def test_a_federation_of_natural_writers(data_dir):
     assert result.matrix.shape == (2, 2)
     assert result.summary.empty_clients > 0  # each writer is in one collection only
     assert result.acc > 0.5
+
+
+@pytest.mark.parametrize("kind", ["npz", "npy", "csv"])
+def test_tasks_that_are_text_come_in_the_order_of_the_file(kind, tmp_path):
+    """In alphabetical order autumn would be first, and another experiment made of it."""
+    season = np.repeat(["winter", "summer", "autumn"], 20)
+    x, y = np.random.default_rng(0).random((60, 3)).astype(np.float32), np.arange(60) % 2
+    if kind == "npz":
+        np.savez(tmp_path / "shop.npz", x=x, y=y, season=season)
+        data = ef.data.npz("shop.npz", tmp_path, task="season")
+    elif kind == "npy":
+        (tmp_path / "shop").mkdir()
+        for name, values in {"x": x, "y": y, "season": season}.items():
+            np.save(tmp_path / "shop" / f"{name}.npy", values)
+        data = ef.data.npy("shop", tmp_path, task="season")
+    else:
+        rows = [f"{a},{b},{c},{s},{k}" for (a, b, c), s, k in zip(x, season, y, strict=True)]
+        (tmp_path / "shop.csv").write_text("\n".join(["a,b,c,season,y", *rows]))
+        data = ef.data.series("shop.csv", tmp_path, task="season")
+    assert data.tasks == ("winter", "summer", "autumn")
+    assert data.task is not None
+    for k in range(3):  # the label of a row tells which it was
+        assert sum(data.task == k) == 20
+    if kind != "csv":  # whose inputs are scaled
+        first = data.x[torch.from_numpy(np.flatnonzero(data.task == 0))]
+        assert set(first[:, 0].tolist()) == set(x[:20, 0].tolist())
+
+
+def test_a_stray_label_is_told_before_it_makes_a_huge_model():
+    y = np.arange(2000) % 3
+    y[5] = 9999
+    with pytest.raises(EverfedError, match="labels go up to 9999, and there are 2000 samples"):
+        ef.data.arrays(np.zeros((2000, 4), dtype=np.float32), y)
+
+
+def test_a_table_without_rows_is_told(tmp_path):
+    (tmp_path / "head.csv").write_text("a,b,y\n")
+    with pytest.raises(EverfedError, match="no rows"):
+        ef.data.series("head.csv", tmp_path)

@@ -200,6 +200,31 @@ def test_fewer_online_than_sampled(digits):
     assert any("no client was online" in text for text in result.warnings)
 
 
+class Leaky(Odd):
+    """Positions in the training set in the place of row numbers."""
+
+    def samples(self, client, round_):
+        return self.data.test[:20]
+
+
+class Crowd(Odd):
+    def online(self, round_):
+        return np.array([0, 7])
+
+
+class Misspelt(ef.Part):
+    def gard(self, g, w, c):
+        return g
+
+
+class Undecorated(ef.Part):
+    mu: float = 1.0
+
+
+class Averaged(ef.Part):
+    reduces = {"a": "avg"}
+
+
 MISTAKES = [
     (lambda d: ef.run(ef.methods.fedavg(), static(d), ef.models.mlp(64, 9)), "9 outputs"),
     (lambda d: ef.run(ef.methods.fedavg(), static(d), ef.models.mlp(63, 10)), "does not take inputs"),
@@ -241,6 +266,13 @@ MISTAKES = [
     (lambda d: ef.methods.ewc() + ef.methods.pfeddil(), "several models, and Elastic knows of one"),
     (lambda d: ef.run(ef.methods.krum(bad=2), ef.streams.static(d), ef.models.mlp(64, 10), sample=4),
      "krum needs 7 clients a round, and 4 take part"),
+    (lambda d: ef.run(ef.methods.fedavg(), Leaky(d), ef.models.mlp(64, 10)),
+     "gave test samples to client 0 in round 1: it must give row numbers of the whole table"),
+    (lambda d: ef.run(ef.methods.fedavg(), Crowd(d), ef.models.mlp(64, 10)),
+     "online gave clients 0 to 7, and there are 4"),
+    (lambda d: ef.Method(Misspelt()), "Misspelt.gard is no hook; did you mean grad?"),
+    (lambda d: ef.Method(Undecorated()), "Undecorated has settings: write @dataclass"),
+    (lambda d: ef.Method(Averaged()), "reduces\\['a'\\] must be 'mean', 'sum' or 'stack', not 'avg'"),
 ]  # fmt: skip
 
 

@@ -167,6 +167,27 @@ def test_an_unfinished_run_says_so():
     assert page.notes == ["fedavg, seed 0: unfinished, 2 of 4 rounds"]
 
 
+def test_only_what_is_at_its_end_is_marked_as_best():
+    """Few rounds to the best, few bytes: because there have been few."""
+    half, whole = lines([0.9], [0.1]), lines([0.5, 0.6, 0.7, 0.8], [0.1, 0.1, 0.5, 0.6])
+    runs = by_method([made(half, "fedeve"), made(whole), made(whole, "fedprox")])
+    rows = cells({m: [summarise(r.records) for r in own] for m, own in runs.items()})
+    assert not any(cell.best for cell in rows["fedeve"])
+    assert any(cell.best for cell in rows["fedavg"])
+
+
+def test_seeds_that_differ_or_come_twice_are_told():
+    whole = lines([0.5, 0.6, 0.7, 0.8], [0.1, 0.1, 0.5, 0.6])
+    runs = [
+        made(whole, seed=0, folder="a"),
+        made(whole, seed=0, folder="b"),
+        made(whole, "fedprox", 1),
+    ]
+    told = gather(by_method(runs)).notes
+    assert "the methods have been run with different seeds: fedavg 0, 0; fedprox 1" in told
+    assert "fedavg: some of its 2 runs have the same seed" in told
+
+
 def test_thirty_long_runs_stay_small():
     """30 methods of 500 rounds on 10 tasks: below 5 MB, thinned, task ends kept, and said so."""
     rounds, tasks = 500, 10

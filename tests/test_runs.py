@@ -107,6 +107,17 @@ def test_a_damaged_checkpoint_falls_back(digits, tmp_path, damage, what):
     assert timeless(again.records) == timeless(whole.records)
 
 
+def test_beginning_anew_is_told_at_once_and_keeps_the_old_records(digits, tmp_path):
+    for path in stopped_half_way(digits, tmp_path):
+        path.write_bytes(b"")
+    before, told = (tmp_path / "records.jsonl").read_text(), []
+    options = {"folder": tmp_path, "resume": True, "on_round": told.append}
+    run(ef.methods.scaffold(), digits, **options)
+    assert any("starting from the first round" in warning for warning in told[0].warnings)
+    assert not told[1].warnings
+    assert (tmp_path / "records.jsonl.before").read_text() == before
+
+
 def test_fallback_after_two_saves_in_one_round(digits, tmp_path):
     """The last round is saved by the clock and at the end: the older checkpoint stays whole."""
     run(ef.methods.scaffold(), digits, folder=tmp_path, checkpoint_seconds=0)

@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from everfed.vector import dot, sq
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name in _NAMES:
         value = getattr(import_module(f"everfed.{_NAMES[name]}"), name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -52,6 +54,9 @@ RunPaths = Annotated[list[Path], typer.Argument(help="Folders of runs or compari
 
 def main() -> None:
     """The entry point: a user's mistake is one line, never a traceback."""
+    for stream_ in (sys.stdout, sys.stderr):
+        if isinstance(stream_, io.TextIOWrapper):
+            stream_.reconfigure(errors="replace")  # a terminal that has no ±
     try:
         app()
     except EverfedError as error:
@@ -109,8 +114,7 @@ def compare(
     read = comparing.prepare(settings)
     place = folder or _new_folder("compare")
     comparing.create(settings, place)
-    _run_all(settings, place, jobs, read)
-    _show([place])
+    _compare(settings, place, jobs, read)
 
 
 @app.command()
@@ -128,8 +132,7 @@ def resume(
         _show([folder])
         return
     if (folder / "compare.json").exists():
-        _run_all(comparing.opened(folder), folder, jobs)
-        _show([folder])
+        _compare(comparing.opened(folder), folder, jobs)
         return
     kept = read_config(folder).get("config")
     if kept is None:
@@ -304,6 +307,8 @@ def advise(
     if output is None:
         print(text, end="")
         return
+    if output.exists():
+        raise EverfedError(f"{output} is there already, and is left as it is: give another name")
     try:
         output.write_text(text)
     except OSError as error:
@@ -627,6 +632,22 @@ def _follow(bars: Any, name: str) -> Callable[[RoundProgress], None]:
     return tell
 
 
+def _compare(settings: Any, folder: Path, jobs: int | None, read: Data | None = None) -> None:
+    """All runs, and the table; if some fail, that of those that have not."""
+    from everfed import compare as comparing
+    from everfed.runs import Interrupted
+
+    try:
+        _run_all(settings, folder, jobs, read)
+    except Interrupted:
+        raise
+    except EverfedError:
+        if any(comparing.finished(entry.folder) for entry in comparing.plan(settings, folder)):
+            _show([folder])
+        raise
+    _show([folder])
+
+
 def _run_all(settings: Any, folder: Path, jobs: int | None, read: Data | None = None) -> None:
     from everfed import compare as comparing
 
@@ -668,7 +689,7 @@ def _show(paths: list[Path]) -> None:
 
     runs = collect(paths)
     summaries = {m: [summarise(r.records) for r in own] for m, own in runs.items()}
-    count = max(map(len, summaries.values()))
+    count = max(len({str(run.seed) for run in own}) for own in runs.values())
     title = f"mean ± std over {count} seeds" if count > 1 else None
     out.print(table(summaries, title, out.width))
     for line in differences(runs):
@@ -685,6 +706,12 @@ def _show(paths: list[Path]) -> None:
         out.print(f"no figure: {error}", highlight=False, soft_wrap=True)
         return
     path = paths[0] / "figure.png"
-    comparison(page, path)
-    said = f"runs: {paths[0]}\nfigure: {path}"
+    said = f"runs: {', '.join(map(str, paths))}\nfigure: "
+    if len(paths) > 1:  # of none of them
+        said += "everfed report draws runs of several folders"
+    elif not os.access(paths[0], os.W_OK):
+        said += f"none, {paths[0]} cannot be written to"
+    else:
+        comparison(page, path)
+        said += str(path)
     out.print(said, highlight=False, soft_wrap=True)

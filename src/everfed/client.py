@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -368,7 +368,21 @@ class ClientProgram:
                 f"{type(self.stream).__name__}.samples gave indices from {ids.min()} to "
                 f"{ids.max()}, but there are {len(self.data.y)} samples"
             )
+        if self._held_out[ids].any():
+            raise EverfedError(
+                f"{type(self.stream).__name__}.samples gave test samples to client {client} in "
+                f"round {round_ + 1}: it must give row numbers of the whole table, taken from "
+                "data.train"
+            )
         return Job(client, ids, state, ids)
+
+    @cached_property
+    def _held_out(self) -> np.ndarray:
+        """Which rows are only tested on."""
+        out = np.zeros(len(self.data.y), dtype=bool)
+        out[self.data.test] = True
+        out[self.data.train] = False
+        return out
 
     def run(self, ask: Ask, jobs: list[Job]) -> Iterator[Reply]:
         """Answer for all these clients, in groups that fit."""

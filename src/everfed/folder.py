@@ -254,6 +254,15 @@ class RunFolder:
             fed.clients[client] = deep(own, meta["parts"])
         return Checkpoint(fed, meta)
 
+    def set_aside(self) -> bool:
+        """Begin the records anew; the old ones, if there are any, stay beside them."""
+        if not self.records_path.stat().st_size:
+            return False
+        old = self.records_path.with_suffix(".jsonl.before")
+        old.write_bytes(self.records_path.read_bytes())
+        self.cut_records(0)
+        return True
+
     def cut_records(self, length: int) -> None:
         """Drop what was recorded after a checkpoint."""
         with open(self.records_path, "rb+") as file:

@@ -15,10 +15,11 @@ own state.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 from torch import Tensor
@@ -395,6 +396,31 @@ class Part:
         return self.has("task_end") or self.has("close")
 
     @classmethod
+    def check_written(cls) -> None:
+        """Raise EverfedError for slips of a part's author that would pass unseen."""
+        name = cls.__name__
+        for key, kind in cls.reduces.items():
+            if kind not in get_args(Reduction):
+                raise EverfedError(
+                    f"{name}: reduces[{key!r}] must be 'mean', 'sum' or 'stack', not {kind!r}"
+                )
+        own = vars(cls)
+        if "__dataclass_fields__" not in own and ("__init__" in own or own.get("__annotations__")):
+            raise EverfedError(f"{name} has settings: write @dataclass(frozen=True) above it")
+        hooks = [hook for hook in vars(Part) if not hook.startswith("_")]
+        for other in own:
+            if other.startswith("_") or other in hooks or not callable(own[other]):
+                continue
+            # letters in another order, or one too few or too many
+            close = difflib.get_close_matches(other, hooks, 3, 0.85)
+            same = [hook for hook in hooks if sorted(hook) == sorted(other)]
+            for near in same + [hook for hook in close if abs(len(hook) - len(other)) == 1]:
+                raise EverfedError(
+                    f"{name}.{other} is no hook; did you mean {near}? (What is your own may begin "
+                    "with _)"
+                )
+
+    @classmethod
     def has(cls, hook: str) -> bool:
         """Whether the part overrides a hook."""
         return getattr(cls, hook) is not getattr(Part, hook)
@@ -426,6 +452,7 @@ class Method:
         for part in parts:
             if not isinstance(part, Part):
                 raise EverfedError(f"a method is made of parts, and {part!r} is not a Part")
+            part.check_written()
         if average not in ("samples", "uniform"):
             raise EverfedError(f"average must be 'samples' or 'uniform', not {average!r}")
         parts = tuple(sorted(parts, key=lambda part: part.stage))

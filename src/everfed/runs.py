@@ -116,7 +116,9 @@ class Run:
         return metrics.prequential(self.matrix)
 
     def __repr__(self) -> str:
-        return f"Run(acc={self.acc:.3f}, bwt={self.bwt:.3f}, tasks={', '.join(self.tasks)})"
+        lost = sum(1 for r in self.records if r["metric"] == "lost_round")
+        told = f", {lost} rounds lost: see its warnings" if lost else ""
+        return f"Run(acc={self.acc:.3f}, bwt={self.bwt:.3f}, tasks={', '.join(self.tasks)}{told})"
 
 
 def run(
@@ -258,6 +260,7 @@ def run(
             program if information_loss else None,
             compute.device,
         )
+        session.told = list(notes)
         finished = False
         try:
             fed, records = session.start(compute, found)
@@ -330,6 +333,7 @@ class Session:
         self.saved_at = time.monotonic()
         self.stop = False
         self.warnings: list[str] = []
+        self.told: list[str] = []  #: what is to be told with the first round
 
     def start(self, compute: Compute, found: Any) -> tuple[Federation, list[Record]]:
         """A fresh state, or that of a checkpoint; and records, where they are not in a folder."""
@@ -449,7 +453,8 @@ class Session:
     def _tell(self, fed: Federation, task: int, accuracy: float | None, events: Events) -> None:
         stream = self.rounds.stream
         said = [*events.warnings, *self.loggers.told()]
-        warnings = tuple(f"round {fed.round}: {text}" for text in said)
+        warnings = (*self.told, *(f"round {fed.round}: {text}" for text in said))
+        self.told = []
         self.warnings += warnings[: max(0, 20 - len(self.warnings))]
         if self.on_round:
             name = stream.tasks[task]
@@ -711,7 +716,8 @@ def _place(
     found, notes = place.load()
     if found is None:
         notes.append("there is no usable checkpoint yet: starting from the first round")
-        place.cut_records(0)
+        if place.set_aside():
+            notes.append("what was recorded before is in records.jsonl.before")
     return place, found, notes
 
 

@@ -65,7 +65,7 @@ def data_folder(folder: str | Path | None) -> Path:
         )
     path = Path(chosen).expanduser()
     if not path.is_dir():
-        raise EverfedError(f"the data folder {path} does not exist")
+        raise EverfedError(f"the data folder {path.absolute()} does not exist")
     return path
 
 
@@ -170,7 +170,7 @@ def npz(
     if table["y"].dtype.kind in "US":
         table["y"] = codes(table["y"])
     owners = codes(table[client][train]) if client else None
-    kinds = codes(table[task]) if task else None
+    kinds, titles = tasks_of(table[task]) if task else (None, None)
     return arrays(
         table["x"][train],
         table["y"][train],
@@ -178,7 +178,7 @@ def npz(
         client=owners,
         task=None if kinds is None else kinds[train],
         test_task=None if kinds is None else kinds[test],
-        tasks=_titles(found.get(f"{task}s"), kinds, table.get(task or "")),
+        tasks=titles or _titles(found.get(f"{task}s"), kinds, table.get(task or "")),
         name=path.stem,
     )
 
@@ -217,6 +217,20 @@ def _titles(
     if names is None or codes is None or names.dtype.kind != "U" or (codes != values).any():
         return None
     return [str(name) for name in names]
+
+
+def tasks_of(values: np.ndarray) -> tuple[np.ndarray, list[str] | None]:
+    """Tasks 0, 1, 2, ... of a column, and their names: numbers in their order, and without names;
+    text in the order in which it first comes, which is that of time in most files.
+
+    >>> tasks_of(np.array(["winter", "winter", "summer"]))
+    (array([0, 0, 1]), ['winter', 'summer'])
+    """
+    if values.dtype.kind not in "US":
+        return codes(values), None
+    found, first, code = np.unique(values, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    return np.argsort(order)[code], [str(value) for value in found[order]]
 
 
 def codes(values: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from everfed.chance import rng
-from everfed.data.files import Missing, codes, data_folder
+from everfed.data.files import Missing, codes, data_folder, tasks_of
 from everfed.data.images import cache_folder
 from everfed.data.table import Data, names
 from everfed.errors import EverfedError
@@ -104,6 +104,10 @@ def _table(place: Path, client: str | None, task: str | None, name: str | None =
     if y.dtype.kind == "i" and y.min() < 0:
         raise EverfedError(f"{place / 'y.npy'}: labels must be 0, 1, 2, ..., numbers or text")
     kinds = column(task) if task else None
+    of_row, titles = None, ["all"]
+    if kinds is not None:
+        of_row, names = tasks_of(kinds)
+        titles = names or [str(value) for value in np.unique(kinds)]
     if (place / "test.npy").exists():
         held = column("test").astype(bool)
         train, test = np.flatnonzero(~held), np.flatnonzero(held)
@@ -116,9 +120,9 @@ def _table(place: Path, client: str | None, task: str | None, name: str | None =
         torch.from_numpy(y),
         train,
         test,
-        task=None if kinds is None else codes(kinds),
+        task=of_row,
         client=codes(column(client)) if client else None,
-        tasks=("all",) if kinds is None else tuple(map(str, np.unique(kinds))),
+        tasks=tuple(titles),
     )
 
 

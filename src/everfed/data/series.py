@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from scipy.io import arff
 
-from everfed.data.files import data_folder, read_npz
+from everfed.data.files import data_folder, read_npz, tasks_of
 from everfed.data.table import Data, arrays, names
 from everfed.errors import EverfedError
 
@@ -109,8 +109,8 @@ def _series(
     if not inputs:
         raise EverfedError(f"{path} has no columns to predict {label} from")
     x = np.concatenate([np.atleast_2d(v.T).T for v in inputs], 1)
-    owners, _ = _groups(columns[client]) if client else (None, [])
-    kinds, titles = _groups(columns[task]) if task else (None, None)
+    owners, _ = tasks_of(columns[client]) if client else (None, None)
+    kinds, titles = tasks_of(columns[task]) if task else (None, None)
     held = _last(len(x), owners, kinds)
     if not held.any() or (kinds is not None and len(np.unique(kinds[held])) <= kinds.max()):
         raise EverfedError(f"{path} has too few rows to keep some of every task for tests")
@@ -121,13 +121,6 @@ def _series(
         name=name or path.stem,
     )  # fmt: skip
     return replace(made, train=np.flatnonzero(~held), test=np.flatnonzero(held))
-
-
-def _groups(values: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Numbers from 0 on for a column's values, in the order in which they first come, and these."""
-    found, first, code = np.unique(values, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    return np.argsort(order)[code], [str(value) for value in found[order]]
 
 
 def _last(rows: int, owners: np.ndarray | None, kinds: np.ndarray | None) -> np.ndarray:
@@ -209,6 +202,8 @@ def _csv(path: Path) -> tuple[Columns, int]:
     body = rows[named:]
     if len(set(titles)) < len(titles):
         raise EverfedError(f"{path}: two columns have one name")
+    if not body:
+        raise EverfedError(f"{path} has names of columns and no rows")
     for k, row in enumerate(body):
         if len(row) != len(titles):
             line = k + 1 + named

@@ -199,6 +199,7 @@ def arrays(
         if test_ids is None:
             raise EverfedError(f"{name}: with task ids, give test_task for the test samples too")
         task_ids = np.concatenate([task_ids, test_ids])
+    _check_classes(ys, name)
     client_ids = _ids(client, n, "client", name)
     if client_ids is not None:
         client_ids = np.concatenate([client_ids, np.full(len(xs) - n, -1)])
@@ -333,6 +334,18 @@ def _tensor(values: Array, what: str) -> Tensor:
     if t.dim() == 0:
         raise EverfedError(f"{what} must have one entry a sample, and are a single value")
     return t
+
+
+def _check_classes(y: Tensor, name: str) -> None:
+    """Raise EverfedError where whole numbers cannot be meant as classes 0, 1, 2, ..."""
+    if y.is_floating_point() or y.dim() > 1 or not len(y):
+        return
+    last = int(y.max())
+    if last >= max(1000, len(y)):
+        raise EverfedError(
+            f"{name}: labels go up to {last}, and there are {len(y)} samples: number the classes "
+            "0, 1, 2, ... (np.unique(y, return_inverse=True)[1] does it)"
+        )
 
 
 def _labels(y: Array) -> Tensor:

@@ -102,11 +102,12 @@ class DataFree(Part):
         return w, s
 
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
+        real, labels = c.batch[0][0], c.batch[1][0]
+        if c.step == 0:  # from the first round on, and not after a task for nothing
+            need_classes(c.batch[1], "mfcl")
+            check_inputs(real, c.inputs, "mfcl")
         if "generator" not in c.down:
             return g
-        need_classes(c.batch[1], "mfcl")
-        real, labels = c.batch[0][0], c.batch[1][0]
-        check_inputs(real, c.inputs, "mfcl")
         head, teacher = in_head(c.layout, w), c.down["teacher"]
         with torch.no_grad():
             x = torch.cat([real, self.draw(c)])

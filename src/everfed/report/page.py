@@ -215,7 +215,13 @@ def notes(runs: Runs) -> list[str]:
     """What a reader should know of the runs before looking at numbers."""
     apart = unequal(runs)
     out = [f"the runs differ in {', '.join(apart)}: compare with care"] if apart else []
+    seeds = {method: [str(run.seed) for run in own] for method, own in runs.items()}
+    if len({frozenset(own) for own in seeds.values()}) > 1:
+        told = "; ".join(f"{method} {', '.join(own)}" for method, own in seeds.items())
+        out.append(f"the methods have been run with different seeds: {told}")
     for method, own in runs.items():
+        if len(set(seeds[method])) < len(own):
+            out.append(f"{method}: some of its {len(own)} runs have the same seed")
         for run in own:
             if run.skipped:
                 out.append(

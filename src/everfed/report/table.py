@@ -108,16 +108,18 @@ def cells(runs: Summaries) -> dict[str, list[Cell]]:
     """The table's rows by method; where there is a choice, the best of each column is marked, and
     all that lie within its deviation of it."""
     columns = []
+    # a run that is not at its end yet has no ACC, and is not to be measured with those that are
+    ended = {m for m, r in runs.items() if not any(math.isnan(s.acc) for s in r)} or set(runs)
     for c in columns_of(runs):
         own = {m: spread([c.factor * getattr(s, c.attribute) for s in r]) for m, r in runs.items()}
-        known = [(mean, std) for mean, std in own.values() if not math.isnan(mean)]
+        known = [own[m] for m in runs if m in ended and not math.isnan(own[m][0])]
         best, near = math.nan, 0.0
         if c.more is not None and len(known) > 1:
             best, std = (max if c.more else min)(known, key=itemgetter(0))
             near = 0.0 if math.isnan(std) else std
         columns.append(
             {
-                m: Cell(mean, std, abs(mean - best) <= near, _digits(c, mean))
+                m: Cell(mean, std, m in ended and abs(mean - best) <= near, _digits(c, mean))
                 for m, (mean, std) in own.items()
             }
         )
