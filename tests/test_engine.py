@@ -221,8 +221,27 @@ class Undecorated(ef.Part):
     mu: float = 1.0
 
 
+class Forgetful(ef.Part):
+    def grad(self, g, w, c):
+        g.mul_(2)
+
+
+class First(ef.Part):
+    def grad(self, g, w, c):
+        return g[:1]
+
+
+class Stateless(ef.Part):
+    def fold(self, s, update, r):
+        return update
+
+
 class Averaged(ef.Part):
     reduces = {"a": "avg"}
+
+
+def alone(part, data):
+    return ef.run(ef.Method(part), ef.streams.static(data), ef.models.mlp(64, 10), workers=1)
 
 
 MISTAKES = [
@@ -271,6 +290,9 @@ MISTAKES = [
     (lambda d: ef.run(ef.methods.fedavg(), Crowd(d), ef.models.mlp(64, 10)),
      "online gave clients 0 to 7, and there are 4"),
     (lambda d: ef.Method(Misspelt()), "Misspelt.gard is no hook; did you mean grad?"),
+    (lambda d: alone(Forgetful(), d), "Forgetful.grad must give a tensor of shape .*, and gave None"),
+    (lambda d: alone(First(), d), "First.grad must give a tensor of shape .*, and gave"),
+    (lambda d: alone(Stateless(), d), "Stateless.fold must give a step, .* and a state"),
     (lambda d: ef.Method(Undecorated()), "Undecorated has settings: write @dataclass"),
     (lambda d: ef.Method(Averaged()), "reduces\\['a'\\] must be 'mean', 'sum' or 'stack', not 'avg'"),
 ]  # fmt: skip

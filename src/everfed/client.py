@@ -415,7 +415,7 @@ class ClientProgram:
 
         def call(*args: Any) -> Any:
             try:
-                return hook(*args, phase.enter(part))
+                found = hook(*args, phase.enter(part))
             except EverfedError:
                 raise
             except Exception as error:
@@ -425,6 +425,13 @@ class ClientProgram:
                     f"{kind}.{name} failed for client {who} in round {phase.round + 1}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
+            if name in ("grad", "after") and getattr(found, "shape", None) != args[0].shape:
+                kind, shape = type(self.method.parts[part]).__name__, tuple(args[0].shape)
+                gave = getattr(found, "shape", type(found).__name__)
+                raise EverfedError(
+                    f"{kind}.{name} must give a tensor of shape {shape}, and gave {gave}"
+                )
+            return found
 
         return call
 

@@ -479,7 +479,12 @@ class Rounds:
         step, parts = self.late.step(values["update"], answer.reducer.n, asked), []
         reduced = self._reduced(fed, answer, values)
         for part, state, own in zip(self.method.parts, fed.parts, reduced, strict=True):
-            step, state = part.fold(state, step, own)
+            found = part.fold(state, step, own)
+            if not isinstance(found, tuple) or len(found) != 2 or found[0].shape != step.shape:
+                raise EverfedError(
+                    f"{type(part).__name__}.fold must give a step, {tuple(step.shape)}, and a state"
+                )
+            step, state = found
             parts.append(state)
         w = fed.w + step
         measured, last = self._meters(fed, answer, values)
