@@ -164,5 +164,5 @@ def test_less_is_forgotten(digits):
 
 
 def test_two_ways_of_averaging_do_not_go_together():
-    with pytest.raises(ef.EverfedError, match="one by one"):
+    with pytest.raises(ef.EverfedError, match="several models, and Trimmed knows of one"):
         ef.methods.pfeddil() + ef.methods.median()

@@ -18,6 +18,7 @@ from everfed import metrics
 from everfed.client import Ask, ClientProgram, Job
 from everfed.compute.base import Seen
 from everfed.engines import pool
+from everfed.errors import EverfedError
 from everfed.method import Part, State
 from everfed.reduce import Reducer, reducer
 
@@ -87,7 +88,16 @@ class LocalEngine:
         return answer
 
     def online(self, round_: int) -> np.ndarray | None:
-        return self.program.stream.online(round_)
+        stream = self.program.stream
+        found = stream.online(round_)
+        if found is not None and len(found):
+            low, high = np.min(found), np.max(found)
+            if not 0 <= low <= high < stream.clients:
+                raise EverfedError(
+                    f"{type(stream).__name__}.online gave clients {low} to {high}, and there are "
+                    f"{stream.clients}, from 0"
+                )
+        return found
 
     def evaluate(
         self,
