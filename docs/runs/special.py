@@ -57,7 +57,10 @@ SWEEPS = {
         {f"T = {t}": {"stream": {"rounds": t}} for t in (1, 5, 10, 20, 30)},
         ("fedavg", "special", "special_auto"),
     ),
-    "epochs": Sweep({f"E = {e}": {"local": {"epochs": e}} for e in (1, 3, 5, 10)}),
+    "epochs": Sweep(
+        {f"E = {e}": {"local": {"epochs": e}} for e in (1, 3, 5, 10)},
+        ("fedavg", "special", "special_auto"),
+    ),
     "skew": Sweep({f"α = {a:g}": {"stream": {"alpha": a}} for a in (0.05, 0.1, 0.3, 1.0, 100.0)}),
 }
 
