@@ -118,6 +118,7 @@ def test_a_short_pilot_says_how_little_it_saw(digits):
     little = advise.advise(replace(short, lost=0.01))
     assert "1 points of accuracy on earlier tasks were lost" in " ".join(little.reasons)
     assert "2 rounds a task are few" in little.doubts[0]
+    assert "1 rounds a task say little" in advise.advise(replace(long, rounds=1)).doubts[0]
     assert "--rounds 12" in little.doubts[0]
     whole = ef.streams.domains(digits, clients=6, rounds=2)
     assert not advise.read(advise.pilot(experiment(whole))).few

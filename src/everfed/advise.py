@@ -48,6 +48,8 @@ EARLY = 2
 TASKS, ROUNDS = 3, 24
 #: rounds of a task that was cut short, below which it is hardly learnt, so hardly lost
 FEW = 6
+#: rounds of any task, below which the meters have hardly anything to compare
+LEAST = 3
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,8 @@ def advise(signs: Signs, keep: bool = True) -> Advice:
             f"{signs.rounds} rounds a task are few: what is hardly learnt cannot be lost. A "
             f"pilot of --rounds {FEW * min(signs.tasks, TASKS)} or more is surer"
         )
+    elif signs.rounds < LEAST:
+        doubts.append(f"{signs.rounds} rounds a task say little: the meters are mostly noise")
     if signs.method != "fedavg":
         doubts.append(f"the signs are of {signs.method}: FedAvg's are surer, of a pilot's run")
     return replace(advice, doubts=tuple(doubts))
