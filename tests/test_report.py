@@ -21,7 +21,7 @@ import everfed as ef
 from everfed.errors import EverfedError
 from everfed.folder import RunFolder
 from everfed.metrics import summarise
-from everfed.records import Loaded, by_method, collect, differences, differing
+from everfed.records import Loaded, by_method, collect, differences, differing, not_begun
 from everfed.report import stream
 from everfed.report.page import gather, render
 from everfed.report.table import cells, latex, markdown, table
@@ -186,6 +186,14 @@ def test_seeds_that_differ_or_come_twice_are_told():
     told = gather(by_method(runs)).notes
     assert "the methods have been run with different seeds: fedavg 0, 0; fedprox 1" in told
     assert "fedavg: some of its 2 runs have the same seed" in told
+
+
+def test_runs_that_have_not_begun_are_counted(tmp_path):
+    chosen = {"compare": {"methods": ["fedavg", "special"], "seeds": [0, 1]}}
+    (tmp_path / "compare.json").write_text(json.dumps(chosen))
+    (tmp_path / "fedavg-seed0").mkdir()
+    (tmp_path / "fedavg-seed0" / "records.jsonl").write_text("")
+    assert not_begun([tmp_path]) == [f"{tmp_path}: 3 of 4 runs have not begun"]
 
 
 def test_thirty_long_runs_stay_small():

@@ -163,14 +163,15 @@ def show(
         _show(runs)
         return
     from everfed.metrics import summarise
-    from everfed.records import collect, differences
+    from everfed.records import collect, differences, not_begun
     from everfed.report import table
     from everfed.report.page import notes
 
     found = collect(runs)
     summaries = {m: [summarise(r.records) for r in own] for m, own in found.items()}
     print(table.latex(summaries) if format_ is Format.latex else table.markdown(summaries))
-    _notes([*differences(found), *notes(found), *table.trouble(summaries)])
+    told = [*not_begun(runs), *differences(found), *notes(found), *table.trouble(summaries)]
+    _notes(told)
 
 
 @app.command()
@@ -197,7 +198,7 @@ def report(
     ] = None,
 ) -> None:
     """One page with tables and charts, which works offline; from the records alone."""
-    from everfed.records import collect
+    from everfed.records import collect, not_begun
     from everfed.report.page import gather, render
 
     page = gather(collect(runs))
@@ -207,7 +208,7 @@ def report(
         place.write_bytes(content)
     except OSError as error:
         raise EverfedError(f"{place} cannot be written: {error.strerror}") from None
-    _notes(page.notes)
+    _notes([*not_begun(runs), *page.notes])
     said = f"report: {place} ({len(content) / 1e6:.1f} MB)"
     if figures:
         from everfed.report.figure import save_all
@@ -682,7 +683,7 @@ def _notes(notes: Iterable[str]) -> None:
 
 def _show(paths: list[Path]) -> None:
     from everfed.metrics import drift, summarise
-    from everfed.records import collect, differences
+    from everfed.records import collect, differences, not_begun
     from everfed.report.figure import comparison
     from everfed.report.page import gather, notes
     from everfed.report.table import table, trouble
@@ -698,7 +699,7 @@ def _show(paths: list[Path]) -> None:
         seen = drift([record for run in own for record in run.records])
         if seen:
             out.print(Text.assemble(("drift: ", "cyan"), f"{method}: {seen}"), soft_wrap=True)
-    for line in [*notes(runs), *trouble(summaries)]:
+    for line in [*not_begun(paths), *notes(runs), *trouble(summaries)]:
         out.print(Text.assemble(("note: ", "yellow"), line), soft_wrap=True)
     try:
         page = gather(runs)

@@ -121,6 +121,17 @@ def collect(paths: Sequence[Path]) -> dict[str, list[Loaded]]:
     return by_method(found.values())
 
 
+def not_begun(paths: Sequence[Path]) -> list[str]:
+    """A sentence on each comparison of which some runs are not there yet."""
+    out = []
+    for path in paths:
+        inside = members(path)
+        begun = sum((folder / "records.jsonl").exists() for folder in inside)
+        if begun < len(inside):
+            out.append(f"{path}: {len(inside) - begun} of {len(inside)} runs have not begun")
+    return out
+
+
 def by_method(runs: Iterable[Loaded]) -> dict[str, list[Loaded]]:
     """Runs that differ in nothing but the seed, under the method's name; where one name has been
     run with several settings, those that differ are added to it, or the folder if they are long."""
