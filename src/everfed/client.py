@@ -378,8 +378,11 @@ class ClientProgram:
 
     @cached_property
     def _held_out(self) -> np.ndarray:
-        """Which rows are only tested on."""
+        """Which rows are only tested on; none where a stream has tests of its own, in which what is
+        tested today may be trained on tomorrow."""
         out = np.zeros(len(self.data.y), dtype=bool)
+        if type(self.stream).test is not Stream.test:
+            return out
         out[self.data.test] = True
         out[self.data.train] = False
         return out
