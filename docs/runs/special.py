@@ -61,6 +61,12 @@ SWEEPS = {
         {f"E = {e}": {"local": {"epochs": e}} for e in (1, 3, 5, 10)},
         ("fedavg", "special", "special_auto"),
     ),
+    "heads": Sweep(
+        {"one head": {}, "a head for each task": {"stream": {"head": "task"}}},
+        ("fedavg", "flwf2t", "special"),
+        "special-cifar100",
+        SEEDS,
+    ),
     "skew": Sweep({f"α = {a:g}": {"stream": {"alpha": a}} for a in (0.05, 0.1, 0.3, 1.0, 100.0)}),
 }
 
