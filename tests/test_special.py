@@ -13,10 +13,12 @@ import everfed as ef
 from everfed import config
 from everfed.cli import app
 from everfed.errors import EverfedError
-from everfed.methods.special import chosen
+from everfed.method import Reduced
+from everfed.methods.special import MovedRate, moved
 from everfed.reproduce import preset
 from everfed.theory import special
 from everfed.theory.special import Constants
+from everfed.vector import Layout
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_a_real_run_keeps_the_bounds(lam):
     ],
 )
 def test_auto_grows_with_how_far_the_first_task_moved_the_model(first, anchor, lam):
-    found = chosen(torch.tensor(first), torch.tensor(anchor), 10)
+    found = moved(torch.tensor(first), torch.tensor(anchor)) / 10
     assert found.item() == pytest.approx(lam)
 
 
@@ -126,9 +128,23 @@ def test_auto_is_settled_by_the_first_task():
     assert seen == seen[:1] * 10
     first = ef.data.digits(["plain"])
     begin, end = play(0.0, first, server_lr=1e-30).vector, play(0.0, first).vector
-    moved = ((end - begin).norm() / begin.norm()).item()
-    assert seen[0] == pytest.approx(min(moved**3 / 3, 2) / 5)
-    assert torch.allclose(play(seen[0]).vector, auto.vector, rtol=0, atol=1e-6)
+    m = min(((end - begin).norm() / begin.norm()).item() ** 3 / 3, 2)
+    assert seen[0] == pytest.approx(m / 5)
+    # with the same rates a run with that number in its place is the same
+    fixed = play(seen[0], server_lr="1/task")
+    assert torch.allclose(play("auto", server_lr="1/task").vector, fixed.vector, rtol=0, atol=1e-6)
+
+
+def test_the_servers_rate_goes_by_how_far_the_first_task_moved_the_model():
+    """r = 1/2: m = 1/24; r = 2: 8/3, cut to 1, which is 1/task."""
+    part, one = MovedRate(), torch.ones(2)
+    for end, rate in (([3.0, 6.5], 3 ** (-1 / 24)), ([3.0, 14.0], 1 / 3)):
+        s = part.init(torch.tensor([3.0, 4.0]), Layout(()))
+        first = Reduced({}, one, 1, 1.0, 1, 5, 0)
+        assert part.fold(s, one, first)[0].tolist() == [1, 1]
+        s = part.task_end(s, torch.tensor(end), first)
+        assert part.task_end(s, one, first) == s  # only the first task's end counts
+        assert part.fold(s, one, Reduced({}, one, 1, 1.0, 1, 12, 2))[0][0] == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("name", ["special-digits", "special-pacs", "special-cifar100"])

@@ -33,13 +33,13 @@ from everfed.methods.refed import Informative, refed, sr_fdil
 from everfed.methods.registry import METHODS, Entry, register
 from everfed.methods.robust import Bound, Krum, Trimmed, krum, median, norm_bound, trimmed_mean
 from everfed.methods.scaffold import Scaffold, scaffold
-from everfed.methods.special import Anchor, ClientAnchor, special, special_c
+from everfed.methods.special import Anchor, ClientAnchor, MovedRate, special, special_c
 from everfed.methods.target import Synthesis, target
 
 __all__ = [
     "METHODS", "AcGan", "AdaptiveSteps", "Anchor", "Bank", "Bound", "CFlag", "ClientAnchor",
     "CoreSet", "Curv", "DarkReplay", "DataFree", "Distil", "Elastic", "Entry", "Exemplars",
-    "FedEve", "Generated", "Informative", "Krum", "MimeLite", "NearestMean", "Nova", "Privacy",
+    "FedEve", "Generated", "Informative", "Krum", "MimeLite", "MovedRate", "NearestMean", "Nova", "Privacy",
     "Projection", "Prototypes", "Prox", "Rehearsal", "Replay", "Scaffold", "ServerAdaptive",
     "ServerMomentum", "ServerRate", "Synthesis", "Taylor", "Teacher", "Track", "Trimmed",
     "TwoTeachers", "agem", "cfl_coreset", "cfl_generative", "cfl_regularization", "cflag", "derpp",

@@ -11,10 +11,10 @@ SPECIAL-C does it at the clients, after every local epoch, with 2 lambda (its pr
 
 Under SPECIAL a task moves the model by at most 1/lambda of its per-round steps.
 
-lam = "auto" (not in the paper), with T the number of the first task's rounds and r how far it has
-moved the model, as a share of the first model's length:
+"auto" (not in the paper) goes by how far the first task, of T rounds, has moved the model, as a
+share of the first model's length:
 
-    lambda = min(r^3 / 3, 2) / T,    r = |theta_1 - theta_0| / |theta_0|
+    lambda = min(m, 2) / T,   gamma_G = i^-min(m, 1),   m = (|theta_1 - theta_0| / |theta_0|)^3 / 3
 """
 
 from __future__ import annotations
@@ -36,11 +36,27 @@ def pull(theta: Tensor, anchor: Tensor, lam: float | Tensor) -> Tensor:
     return (theta + lam * anchor) / (1 + lam)
 
 
-def chosen(first: Tensor, anchor: Tensor, rounds: int) -> Tensor:
-    """lambda = "auto" from the first model and that at the end of the first task, (d,) each."""
-    length = first.norm().clamp(min=finfo(first.dtype).tiny)  # that of a model of zeros: 2 / T
-    moved: Tensor = (anchor - first).norm() / length
-    return (moved.pow(3) / 3).clamp(max=2) / rounds
+def moved(first: Tensor, anchor: Tensor) -> Tensor:
+    """m, at most 2, from the first model and that at the end of the first task, (d,) each."""
+    length = first.norm().clamp(min=finfo(first.dtype).tiny)  # of a model of zeros: m is 2
+    share: Tensor = (anchor - first).norm() / length
+    return (share.pow(3) / 3).clamp(max=2)
+
+
+@dataclass(frozen=True)
+class MovedRate(Part):
+    """The server's rate in later tasks, the smaller the further the first one moved the model."""
+
+    stage = 3
+
+    def init(self, w: Tensor, layout: Layout) -> State:
+        return {"first": w.clone()}
+
+    def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
+        return update * (r.task + 1) ** -float(s.get("power", 0.0)), s
+
+    def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
+        return s if "power" in s else {"power": moved(s["first"], w).clamp(max=1)}
 
 
 @dataclass(frozen=True)
@@ -64,7 +80,8 @@ class Anchor(Part):
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         if self.lam != "auto":
             return {"anchor": w}
-        return {"anchor": w, "lam": s["lam"] if "lam" in s else chosen(s["first"], w, r.round + 1)}
+        lam = s["lam"] if "lam" in s else moved(s["first"], w) / (r.round + 1)
+        return {"anchor": w, "lam": lam}
 
     def metrics(self, s: State) -> dict[str, float]:
         names = ("distance", "step", "lam")
@@ -93,17 +110,21 @@ class ClientAnchor(Part):
 @register("SPECIAL: Server-Proximal Aggregation")
 def special(
     lam: NonNegativeFloat | Literal["auto"] = 0.25,
-    server_lr: PositiveFloat | Literal["1/task"] = "1/task",
+    server_lr: PositiveFloat | Literal["1/task", "auto"] | None = None,
     average: Average = "uniform",
 ) -> Method:
     """A server-side anchor at the previous task's model.
 
     Args:
         lam: strength of the pull to the anchor; "auto": by how far the first task moves the model.
-        server_lr: the server's step before the pull; "1/task": 1/k in the k-th task.
+        server_lr: the server's step before the pull; "1/task": 1/k in the k-th task; "auto":
+            between that and 1, by how far the first task moves the model; left out: "1/task", or
+            "auto" if `lam` is.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
-    return Method(ServerRate(server_lr), Anchor(lam), average=average, name="special")
+    chosen = server_lr or ("auto" if lam == "auto" else "1/task")
+    rate = MovedRate() if chosen == "auto" else ServerRate(chosen)
+    return Method(rate, Anchor(lam), average=average, name="special")
 
 
 @register("SPECIAL: Server-Proximal Aggregation")
