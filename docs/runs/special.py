@@ -37,10 +37,14 @@ def lam(value: float) -> dict[str, Any]:
     return {"methods": {"special": {"lam": value}}}
 
 
+#: sweeps on PACS are at half the preset's size, a third of its work
+SMALL = {"data": {"size": 16}}
 LAMBDAS = {f"λ = {value:g}": lam(value) for value in (0.0, 0.02, 0.05, 0.1, 0.25, 1.0)}
 SWEEPS = {
     "lambda": Sweep(LAMBDAS, ("special",), seeds=SEEDS),
-    "lambda-pacs": Sweep(LAMBDAS, ("special",), "special-pacs", SEEDS),
+    "lambda-pacs": Sweep(
+        {row: own | SMALL for row, own in LAMBDAS.items()}, ("special",), "special-pacs", SEEDS
+    ),
     "clients": Sweep({f"N = {n}": {"sample": n} for n in (2, 4, 6, 8)}),
     "rates": Sweep(
         {f"lr = {lr}": {"local": {"lr": lr}} for lr in (0.01, 0.02, 0.03, 0.05)},
@@ -48,7 +52,7 @@ SWEEPS = {
         seeds=SEEDS,
     ),
     "rates-pacs": Sweep(
-        {f"lr = {lr}": {"local": {"lr": lr}} for lr in (0.005, 0.02)},
+        {f"lr = {lr}": {"local": {"lr": lr}} | SMALL for lr in (0.005, 0.02)},
         ("fedavg", "special", "special_auto"),
         "special-pacs",
         SEEDS,
