@@ -146,10 +146,16 @@ IMAGES = [
                    nn.Conv2d(5, 3, 1, stride=1), nn.Flatten(), nn.Linear(3 * 2 * 2, 10)), (2, 21, 22)),
     (nn.Sequential(nn.Conv2d(6, 4, 3, stride=2), nn.Sigmoid(), nn.Flatten(),
                    nn.Linear(4 * 4 * 4, 10, bias=False)), (6, 9, 9)),
+    # windows that overlap, that reach beyond the edge, that have gaps
+    (nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(3, 2, 1), nn.ReLU(), nn.Conv2d(4, 6, 2),
+                   nn.MaxPool2d((2, 1), dilation=2, ceil_mode=True), nn.Flatten(),
+                   nn.Linear(6 * 2 * 4, 10)), (1, 12, 12)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("module", "shape"), IMAGES, ids=["lenet", "cnn", "odd", "strided"])
+@pytest.mark.parametrize(
+    ("module", "shape"), IMAGES, ids=["lenet", "cnn", "odd", "strided", "windows"]
+)
 @pytest.mark.parametrize("clients", [1, 3])
 @pytest.mark.parametrize("kind", ["random", "ties"])
 def test_written_out_convolutions_are_autograds(module, shape, clients, kind):
@@ -193,11 +199,7 @@ def test_only_known_sequences_are_written_out():
         (nn.Sequential(nn.Linear(6, 2)).requires_grad_(False), flat),
         (nn.Sequential(nn.Linear(3, 2)), torch.zeros(2, 3)),
         (nn.Sequential(nn.Linear(8, 2)), image),
-        (nn.Sequential(conv, nn.MaxPool2d(3), nn.Flatten(), nn.Linear(8, 2)), image),
-        (
-            nn.Sequential(conv, nn.MaxPool2d(2, ceil_mode=True), nn.Flatten(), nn.Linear(18, 2)),
-            image,
-        ),
+        (nn.Sequential(conv, nn.AvgPool2d(3), nn.Flatten(), nn.Linear(8, 2)), image),
         (nn.Sequential(nn.Conv2d(1, 2, 3, dilation=2), nn.Flatten(), nn.Linear(32, 2)), image),
         (nn.Sequential(nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten(), nn.Linear(128, 2)), image),
         (nn.Sequential(nn.Flatten(0), nn.Linear(6, 2)), flat),

@@ -217,7 +217,7 @@ def choose(
             return written
     if grouping == "batched":
         raise EverfedError(
-            "grouping = 'batched' is for nn.Sequential models of Linear, Conv2d, 2x2 MaxPool2d, "
+            "grouping = 'batched' is for nn.Sequential models of Linear, Conv2d, MaxPool2d, "
             "Flatten and ReLU, Tanh or Sigmoid in float32; use grouping = 'auto'"
         )
     return ModuleCompute(module, device, precision)

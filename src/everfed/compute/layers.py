@@ -92,20 +92,16 @@ class Linear(Layer):
 def images(h: Tensor) -> Tensor:
     """(clients, batch, channels, height, width) -> (batch, clients * channels, height, width).
 
-    Channels last in memory, where the library is fast with clients as groups; plain order for a
-    single client. A view, if the memory is in that order already, as convolutions leave it.
+    Channels last in memory, where the library is fast. A view, if the memory is in that order
+    already, as convolutions leave it.
     """
     n, b, c, y, x = h.shape
-    if n == 1:
-        return h[0].contiguous()
     flat = h.permute(1, 3, 4, 0, 2).reshape(b, y, x, n * c).permute(0, 3, 1, 2)
     return flat.contiguous(memory_format=torch.channels_last)
 
 
 def by_client(h: Tensor, clients: int) -> Tensor:
     """The way back from `images`."""
-    if clients == 1:
-        return h.unsqueeze(0)
     b, c, y, x = h.shape
     line = h.permute(0, 2, 3, 1).contiguous()  # no copy, if the library has kept the order
     return line.view(b, y, x, clients, c // clients).permute(3, 0, 4, 1, 2)
@@ -121,8 +117,7 @@ class Convolution(Layer):
 
     def _kernels(self, weight: Tensor) -> Tensor:
         """(clients, out, in, height, width) -> (clients * out, ...), in the order of `images`."""
-        order = torch.channels_last if len(weight) > 1 else torch.contiguous_format
-        return weight.flatten(0, 1).contiguous(memory_format=order)
+        return weight.flatten(0, 1).contiguous(memory_format=torch.channels_last)
 
     def forward(self, params: Params, h: Tensor) -> tuple[Tensor, Any]:
         x, kernels = images(h), self._kernels(params[0])
@@ -174,32 +169,20 @@ def blend(target: Tensor, value: Tensor, beta: float, alpha: float) -> None:
 
 @dataclass(frozen=True)
 class MaxPool(Layer):
-    """2x2 maxima as comparisons of slices, several times faster than the general pooling.
+    """Maxima of windows. The library is fast with channels last; of equal values the first in
+    reading order gets the slope."""
 
-    Of equal values the first in reading order gets the slope, as in torch.
-    """
+    window: tuple[Any, ...]  #: kernel size, stride, padding, dilation, ceil_mode, as torch has them
 
     def forward(self, params: Params, h: Tensor) -> tuple[Tensor, Any]:
-        high, wide = h.shape[-2] // 2 * 2, h.shape[-1] // 2 * 2
-        left, right = h[..., :high, 0:wide:2], h[..., :high, 1:wide:2]
-        pairs = torch.maximum(left, right)
-        top, bottom = pairs[..., 0::2, :], pairs[..., 1::2, :]
-        return torch.maximum(top, bottom), (left, right, top, bottom, h)
+        x = images(h)
+        out, places = aten.max_pool2d_with_indices(x, *self.window)
+        return by_client(out, len(h)), (x, places)
 
     def backward(self, params: Params, saved: Any, slope: Tensor) -> Tensor:
-        left, right, top, bottom, h = saved
-        # what goes to the bottom row and to the right column: the slope where they were larger
-        pairs = torch.empty_like(left)
-        lower = aten.threshold_backward(slope, bottom - top, 0)
-        pairs[..., 1::2, :] = lower
-        torch.sub(slope, lower, out=pairs[..., 0::2, :])
-        righter = aten.threshold_backward(pairs, right - left, 0)
-        even = h.shape[-2] % 2 == 0 and h.shape[-1] % 2 == 0
-        out = torch.empty_like(h) if even else torch.zeros_like(h)
-        high, wide = left.shape[-2], 2 * left.shape[-1]
-        out[..., :high, 1:wide:2] = righter
-        torch.sub(pairs, righter, out=out[..., :high, 0:wide:2])
-        return out
+        x, places = saved
+        back = aten.max_pool2d_with_indices_backward
+        return by_client(back(images(slope), x, *self.window, places), len(slope))
 
 
 @dataclass(frozen=True)
@@ -261,7 +244,7 @@ def _layer(child: nn.Module | None, slots: dict[str, Slot], name: str) -> Layer 
     if isinstance(child, nn.Module) and kind in PLAIN:
         return PLAIN[kind]
     if f"{name}.weight" not in slots:  # unknown, or parameters that stand under another name
-        return MaxPool() if _pools_by_two(child) else None
+        return _pool(child)
     if isinstance(child, nn.Linear) and kind is nn.Linear:
         return Linear(_own(slots, name))
     if isinstance(child, nn.Conv2d) and kind is nn.Conv2d:
@@ -273,12 +256,12 @@ def _layer(child: nn.Module | None, slots: dict[str, Slot], name: str) -> Layer 
     return None
 
 
-def _pools_by_two(child: nn.Module | None) -> bool:
-    if type(child) is not nn.MaxPool2d or child.ceil_mode or child.return_indices:
-        return False
-    settings = (child.kernel_size, child.stride, child.padding, child.dilation)
-    pairs = [p if isinstance(p, int) else tuple(p) for p in settings]
-    return pairs in ([2, 2, 0, 1], [(2, 2), (2, 2), 0, 1])
+def _pool(child: nn.Module | None) -> MaxPool | None:
+    if not isinstance(child, nn.MaxPool2d) or type(child) is not nn.MaxPool2d:
+        return None
+    both = (child.kernel_size, child.stride, child.padding, child.dilation)
+    window = (*([own] if isinstance(own, int) else list(own) for own in both), child.ceil_mode)
+    return None if child.return_indices else MaxPool(window)
 
 
 def _own(slots: dict[str, Slot], name: str) -> tuple[Slot, ...]:
