@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 
 import everfed as ef
 from everfed import bench
+from everfed.folder import RunFolder
 from everfed.methods import METHODS
 from everfed.runs import surroundings
 
@@ -54,16 +57,17 @@ client 11: one worker needs 60·0.94 + 11·0.9 = 66 ms, each of two 30·0.94 + 1
 is 1.74, and 1.70 with 1 ms that is not split. These are bounds. The rows with 100 and 70 clients
 are there to show that the factor depends on the work in a round.
 """.strip()
-#: what these costs must be, by counting
+#: what these costs must be, by counting; in braces what is measured beside the table
 COUNTED = """
-CPU time. What the extra work must cost, by counting. A step of W2 is 2 (2·784·200 + 3·200·10)
-flops for each of 7·32 samples, 143 million, and a pass over the 7 models reads and writes 1.1
-million numbers, 8.9 MB. At the 57 Gflop/s and 75 GB/s of one core here that is 2.5 ms and 0.12
-ms.
+CPU time; the median of 30 turns, and in brackets where it lies with 95 %. What the extra work must
+cost, by counting. A step of W2 is 2 (2·784·200 + 3·200·10) flops for each of 7·32 samples, 143
+million, and a pass over the 7 models reads and writes 1.1 million numbers, 8.9 MB. Products and
+passes of these shapes had {flops:.0f} Gflop/s and {bytes:.0f} GB/s here, which makes {step:.1f} ms and
+{one_pass:.2f} ms: beside the products alone, a pass is {share:.0f} %.
 
-- FedProx: a pass in every step, 5 %.
-- SCAFFOLD: a pass in every step that reads its shift as well (13 MB), and 8 more a round for
-  states and new variates: 17 passes of 0.15 to 0.2 ms in 22 ms, 12 to 15 %.
+- FedProx: a pass in every step.
+- SCAFFOLD: a pass in every step that reads its shift as well (13 MB), and 7 more a round for
+  states and new variates: about as many again.
 - MimeLite: the products of one more epoch, 2.0 at the most; less where slices of all data are
   larger than batches.
 - C-FLAG: an epoch's products in the probe, one in the steps, and the gradient at the start of
@@ -87,9 +91,19 @@ class Times:
     def items(self) -> list[tuple[Any, float]]:
         return [(key, self[key]) for key in self.found]
 
-    def ratio(self, key: Any, base: Any) -> float:
+    def ratios(self, key: Any, base: Any) -> list[float]:
         pairs = zip(self.found[key], self.found[base], strict=True)
-        return statistics.median(own / other for own, other in pairs)
+        return [own / other for own, other in pairs]
+
+    def ratio(self, key: Any, base: Any) -> float:
+        return statistics.median(self.ratios(key, base))
+
+    def spread(self, key: Any, base: Any) -> str:
+        """The ratio, and within what bounds its median is known (95 %, by the turns' ranks)."""
+        found = sorted(self.ratios(key, base))
+        reach = round(0.98 * len(found) ** 0.5)  # deviations of a binomial's rank, 1.96 / 2
+        low, high = (found[len(found) // 2 + side * reach] for side in (-1, 1))
+        return f"{self.ratio(key, base):.2f} ({low:.2f}–{high:.2f})"
 
 
 def in_turn(jobs: dict[Any, Callable[[], float]], repeats: int) -> Times:
@@ -305,6 +319,31 @@ def cpu_time(rounds: int, own: bench.Bench) -> float:
     return time.process_time() - began
 
 
+def counted() -> str:
+    """What methods must cost, with the speed of this machine."""
+    torch.set_num_threads(1)
+    x, w, out = torch.randn(7, 32, 784), torch.randn(7, 784, 200), torch.empty(7, 32, 200)
+    one, other = torch.randn(7, 158_810), torch.randn(158_810)
+
+    def per_call(job: Callable[[], Any]) -> float:
+        began = time.process_time()
+        for _ in range(50):
+            job()
+        return (time.process_time() - began) / 50
+
+    jobs = {
+        "product": lambda: per_call(lambda: torch.bmm(x, w, out=out)),
+        "pass": lambda: per_call(lambda: one.add_(other, alpha=1e-9)),
+    }
+    times = in_turn(jobs, 9)
+    flops, bytes_ = 2 * 7 * 32 * 784 * 200 / times["product"], 8 * one.numel() / times["pass"]
+    step, one_pass = 143e6 / flops, times["pass"]
+    return COUNTED.format(
+        flops=flops / 1e9, bytes=bytes_ / 1e9, step=1e3 * step, one_pass=1e3 * one_pass,
+        share=100 * one_pass / step,
+    )  # fmt: skip
+
+
 def methods() -> list[str]:
     """Each method's round beside FedAvg's."""
 
@@ -314,17 +353,16 @@ def methods() -> list[str]:
                 name: partial(cpu_time, 3, bench.prepare(work, METHODS[name].build(), workers=1))
                 for name in ("fedavg", *REASONS)
             }
-            return in_turn(jobs, 15)
+            return in_turn(jobs, 30)
 
     first, second = times(W1), times(W2)
     rows = [
-        f"| {name} | {first.ratio(name, 'fedavg'):.2f} | {second.ratio(name, 'fedavg'):.2f} | "
-        f"{why} |"
+        f"| {name} | {first.spread(name, 'fedavg')} | {second.spread(name, 'fedavg')} | {why} |"
         for name, why in REASONS.items()
     ]
     head = "| method | W1 | W2 | what it does more |"
     title = "Methods: time of a round relative to FedAvg (one worker)"
-    return section(title, head, rows, COUNTED, "")
+    return section(title, head, rows, counted(), "")
 
 
 def start_up() -> list[str]:
@@ -354,24 +392,55 @@ def start_up() -> list[str]:
     ]
 
 
+@contextmanager
+def clocked(owner: type, *names: str) -> Iterator[list[float]]:
+    """Seconds that calls of a class's methods take while this lasts."""
+    spent: list[float] = []
+    plain = {name: getattr(owner, name) for name in names}
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def timing(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                spent.append(time.perf_counter() - began)
+
+        return timing
+
+    for name, call in plain.items():
+        setattr(owner, name, timed(call))
+    try:
+        yield spent
+    finally:
+        for name, call in plain.items():
+            setattr(owner, name, call)
+
+
 def records() -> list[str]:
-    """The demo with and without a folder."""
+    """What of the demo's FedAvg run goes into its folder; timed within the run, because two runs
+    differ by more than that."""
     stream = ef.streams.domains(ef.data.digits(), clients=8, alpha=0.3, rounds=10)
     local = ef.Local(lr=0.2, epochs=5)
 
-    def go(folder: str | None) -> float:
-        began = time.perf_counter()
-        ef.run(
-            ef.methods.fedavg(), stream, ef.models.mlp(64, 128, 10), sample=4, local=local,
-            folder=folder, workers=1,
-        )  # fmt: skip
-        return time.perf_counter() - began
+    def share(folder: str) -> float:
+        with clocked(RunFolder, "append", "save") as spent:
+            began = time.perf_counter()
+            ef.run(
+                ef.methods.fedavg(), stream, ef.models.mlp(64, 128, 10), sample=4, local=local,
+                folder=folder, workers=1,
+            )  # fmt: skip
+            return 100 * sum(spent) / (time.perf_counter() - began)
 
     with tempfile.TemporaryDirectory() as folder:
-        count = iter(range(99))
-        jobs = {"none": lambda: go(None), "folder": lambda: go(f"{folder}/{next(count)}")}
-        share = 100 * (in_turn(jobs, 25).ratio("folder", "none") - 1)
-    return ["### Records and checkpoints", "", f"{share:+.1f} % of the demo's FedAvg run.", ""]
+        shares = [share(f"{folder}/{k}") for k in range(16)][1:]
+    return [
+        "### Records and checkpoints",
+        "",
+        f"{statistics.median(shares):.1f} % of the demo's FedAvg run ({min(shares):.1f} to "
+        f"{max(shares):.1f} in {len(shares)} runs), timed within them.",
+        "",
+    ]
 
 
 def precision() -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
-from torch import Tensor, tensor, zeros_like
+from torch import Tensor, addcdiv, tensor, zeros_like
 
 from everfed.errors import EverfedError
 from everfed.local import Affine, Local
@@ -70,7 +70,7 @@ class Scaffold(Part):
         if self.option == 1:
             dc = c.gradient(c.start).sub_(own)
         else:
-            dc = (c.start - w).div_(c.lr * c.steps).sub_(c.down["c"])
+            dc = addcdiv(-c.down["c"], c.start - w, c.lr * c.steps)
         return update, {"dc": dc}, {"c": own + dc, "task": task}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
