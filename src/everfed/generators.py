@@ -23,6 +23,13 @@ from everfed.method import Server
 from everfed.vector import Layout
 
 
+class ChannelsLast(nn.Module):
+    """Images as they are, in the order in memory in which what follows takes half the time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last)
+
+
 @dataclass(frozen=True)
 class Generator:
     """Noise (n, latent) -> inputs (n, *shape): two upsampling convolutions for images (channels,
@@ -55,8 +62,8 @@ class Generator:
         # the last convolution, the only one at full size, has few channels: it is most of the work
         return nn.Sequential(
             nn.Linear(self.latent, 2 * k * math.prod(quarter)), nn.Unflatten(1, (2 * k, *quarter)),
-            norm(2 * k), nn.Upsample(half), nn.Conv2d(2 * k, k, 3, padding=1), norm(k),
-            nn.LeakyReLU(0.2), nn.Upsample((h, w)), nn.Conv2d(k, channels, 3, padding=1),
+            ChannelsLast(), norm(2 * k), nn.Upsample(half), nn.Conv2d(2 * k, k, 3, padding=1),
+            norm(k), nn.LeakyReLU(0.2), nn.Upsample((h, w)), nn.Conv2d(k, channels, 3, padding=1),
             nn.Sigmoid(),
         )  # fmt: skip
 
