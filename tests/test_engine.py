@@ -437,6 +437,21 @@ def test_replay_beside_methods_of_the_new_slice(other):
         assert all(r["value"] is not None for r in result.records)
 
 
+def test_fine_tuning_is_ewc_without_its_pull():
+    """Among new classes alone, in both; among all seen it is another method."""
+    stream = ef.streams.classes(ef.data.digits(["plain"]), tasks=5, clients=3, rounds=2)
+    options = {"local": ef.Local(lr=0.1, epochs=2), "workers": 1}
+    model = ef.models.mlp(64, 32, 10)
+    new, ewc, seen = (
+        ef.run(method, stream, model, **options)
+        for method in (
+            ef.methods.fedavg(among="new"), ef.methods.ewc(lam=0.0), ef.methods.fedavg(),
+        )
+    )  # fmt: skip
+    torch.testing.assert_close(new.vector, ewc.vector)
+    assert new.acc > seen.acc + 0.1
+
+
 def test_labels_in_a_column_and_single_outputs():
     random = np.random.default_rng(0)
     x = random.normal(size=(200, 4)).astype(np.float32)

@@ -53,7 +53,8 @@ def table(results: dict[str, list[Summary]]) -> str:
     ranked = sorted(results.items(), key=lambda item: -mean(item[1], "acc"))
     lines = [["method", *(title for title, *_ in columns)], ["---", *["---:"] * len(columns)]]
     for method, own in ranked:
-        cells = [f"[`{method}`](methods/{method}.md)"]
+        page = "fedavg" if method == "fine" else method
+        cells = [f"[`{method}`](methods/{page}.md)"]
         for title, key, scale in columns:
             values = scale * np.array([getattr(summary, key) for summary in own])
             spread = "" if title == "MB sent" else f" ± {values.std(ddof=1):.1f}"

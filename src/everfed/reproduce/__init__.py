@@ -15,12 +15,13 @@ FOLDER = Path(__file__).parent  #: of the presets
 
 @dataclass
 class Finding:
-    """A claim of the paper, what was measured, and whether it holds."""
+    """A claim, what was measured, and whether it holds."""
 
     claim: str
     found: str
     holds: bool
     figure: bool = False  #: whether the claim is a number, not which method is ahead
+    ours: bool = False  #: whether it is not in the paper, and so does not count
 
 
 @dataclass
@@ -43,14 +44,15 @@ class Outcome:
     def verdict(self) -> str:
         if self.short:
             return "too short for a verdict: run it without --quick"
-        held = sum(finding.holds for finding in self.findings)
-        if held == len(self.findings):
+        theirs = [finding for finding in self.findings if not finding.ours]
+        held = sum(finding.holds for finding in theirs)
+        if held == len(theirs):
             smaller = "ordering only: the figures are of a larger experiment"
             return smaller if self.smaller else "reproduced"
-        if all(finding.holds for finding in self.findings if not finding.figure):
-            figures = [finding.holds for finding in self.findings if finding.figure]
+        if all(finding.holds for finding in theirs if not finding.figure):
+            figures = [finding.holds for finding in theirs if finding.figure]
             return f"ordering only: {sum(figures)} of {len(figures)} figures are as in the paper"
-        return f"not reproduced: {held} of {len(self.findings)} claims hold"
+        return f"not reproduced: {held} of {len(theirs)} claims hold"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """A reproduction that is a comparison: a configuration with the paper's figures beside it.
 
 The file is what `everfed compare` takes, and a section [paper]: `what` it is, `figures` of each
-method by measure, `within` how near ours must come to a measure's figures, where it has to, and
-`claims` as "measure: method + points > method + points". [quick] and [full] have the settings that
+method by measure, `within` how near ours must come to a measure's figures, where it has to,
+`claims` as "measure: method + points > method + points", and `ours`, claims that the paper does not
+make and its verdict does not count. [quick] and [full] have the settings that
 `--quick` and `--full` change: the latter gives the paper's own protocol where it asks for a GPU.
 `base` names another preset, of which all but [paper] is taken where the file is silent.
 """
@@ -15,7 +16,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ class Preset:
     what: str
     figures: dict[str, dict[str, float]]  #: measure -> method -> the paper's
     claims: list[str]
+    ours: list[str]
     within: dict[str, float]  #: by measure
     values: dict[str, Any]
     changes: dict[str, dict[str, Any]]  #: by size, "quick" or "full"
@@ -103,7 +105,11 @@ class Preset:
         }  # fmt: skip
         return Outcome(
             [self._table(found)],
-            [self._hold(claim, found) for claim in self.claims] + self._close(found),
+            [
+                *(self._hold(claim, found) for claim in self.claims),
+                *self._close(found),
+                *(replace(self._hold(claim, found), ours=True) for claim in self.ours),
+            ],
             short,
             smaller=not self.within,
         )
@@ -156,8 +162,9 @@ class Preset:
             cells = zip(*(column.cells for column in table.columns), strict=True)
             lines += ["| " + " | ".join(map(str, row)) + " |" for row in cells] + [""]
         lines += ["| claim | found | |", "|---|---:|---|"]
-        lines += [f"| {f.claim} | {f.found} | {'holds' if f.holds else 'does not hold'} |"
-                  for f in outcome.findings]  # fmt: skip
+        for f in outcome.findings:
+            claim = f"{f.claim} (not the paper's)" if f.ours else f.claim
+            lines.append(f"| {claim} | {f.found} | {'holds' if f.holds else 'does not hold'} |")
         return "\n".join(lines) + "\n"
 
 
@@ -208,7 +215,7 @@ def read(name: str) -> Preset:
     changes: dict[str, Any] = {
         size: values.pop(size) for size in ("quick", "full") if size in values
     }
-    return Preset(name, paper["what"], paper["figures"], paper["claims"],
+    return Preset(name, paper["what"], paper["figures"], paper["claims"], paper.get("ours", []),
                   paper.get("within", {}), values, changes, commit())  # fmt: skip
 
 
