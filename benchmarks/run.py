@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -168,9 +167,9 @@ def machine() -> str:
     return f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}, {TORCH}"
 
 
-def on_flower() -> str:
-    """The page's section that flower_overhead.py has written."""
-    return "".join(re.findall(r"\n## On Flower\n.*?(?=\n## |\Z)", PAGE.read_text(), re.DOTALL))
+def rest() -> str:
+    """What scaling.py and flower_overhead.py have written on the page."""
+    return PAGE.read_text().partition("\n### ")[2]
 
 
 def main() -> None:
@@ -190,10 +189,10 @@ def main() -> None:
         versions=", ".join(f"{name} {v}" for name, v in versions.items() if v),
         table=table(runs),
         missing=missing(runs),
-        scaling=scaling.report(),
     )
-    PAGE.write_text(text.rstrip() + "\n" + on_flower())
     print(text)
+    PAGE.write_text(f"{text.rstrip()}\n\n### {rest()}")
+    scaling.main(list(scaling.SECTIONS))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -470,11 +470,6 @@ SECTIONS = {
 }
 
 
-def report() -> str:
-    """All of it as Markdown; the plots go beside the page."""
-    return "\n".join(line for job in SECTIONS.values() for line in job())
-
-
 def renew(page: str, lines: list[str]) -> str:
     """The page with the sections that the lines hold in the place of those with the same titles."""
     for new in re.split(r"^(?=### )", "\n".join([*lines, ""]), flags=re.MULTILINE)[1:]:
@@ -485,11 +480,16 @@ def renew(page: str, lines: list[str]) -> str:
     return page
 
 
-if __name__ == "__main__":
-    for name in sys.argv[1:] or SECTIONS:
-        if name not in SECTIONS:
-            sys.exit(f"no section {name!r}; there are {', '.join(SECTIONS)}")
-    for name in sys.argv[1:] or SECTIONS:
+def main(names: Sequence[str]) -> None:
+    """Measure sections and write each to the page as soon as it is there."""
+    for name in names:
         found = SECTIONS[name]()
         print("\n".join(found), flush=True)
         PAGE.write_text(renew(PAGE.read_text(), found))
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        if name not in SECTIONS:
+            sys.exit(f"no section {name!r}; there are {', '.join(SECTIONS)}")
+    main(sys.argv[1:] or list(SECTIONS))

@@ -345,6 +345,15 @@ def test_examples_run(path):
     assert done.stdout.strip()
 
 
+def test_what_cannot_be_compared_is_told_before_any_run(tmp_path):
+    done = everfed(
+        "compare", "-m", "fedavg,krum", "-s", "0", "--folder", tmp_path / "runs",
+        "--set", "methods.krum.bad=2", expect=2,
+    )  # fmt: skip
+    assert done.stderr.startswith("error: krum needs 7 clients a round, and 4 take part")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_run_that_fails_is_told_at_once_and_the_others_go_on(tmp_path):
     """What a generator makes samples of has to hold their labels."""
     done = everfed(

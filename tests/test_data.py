@@ -145,6 +145,8 @@ BAD = [
     (lambda: ef.data.arrays(np.array([[1.0], [np.nan]]), [0, 1]), "1 of 2 inputs hold NaN"),
     (lambda: ef.data.arrays(np.zeros((2, 2)), [-1, 0]), "smallest is -1"),
     (lambda: ef.data.arrays(np.zeros((2, 2)), [0, 1], client=[0]), "client must be 2"),
+    (lambda: ef.data.arrays(np.zeros((2, 2)), [0, 1], client=[1, 2]), "these begin at 1"),
+    (lambda: files.codes(np.array([1.0, np.nan])), "1 of 2 owners, tasks or labels hold NaN"),
     (lambda: ef.data.arrays(np.zeros((2, 2)), [0, 1], task=[0, 1], test=(np.zeros((1, 2)), [0])),
      "test_task"),
     (lambda: ef.data.arrays(np.zeros((2, 2)), [0, 1], test=(np.zeros((1, 3)), [0])), "test inputs"),

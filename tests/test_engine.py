@@ -293,9 +293,43 @@ MISTAKES = [
     (lambda d: alone(Forgetful(), d), "Forgetful.grad must give a tensor of shape .*, and gave None"),
     (lambda d: alone(First(), d), "First.grad must give a tensor of shape .*, and gave"),
     (lambda d: alone(Stateless(), d), "Stateless.fold must give a step, .* and a state"),
+    (lambda d: alone(Counting(), d), "Counting.init must give a state of tensors, and 'k' is 1"),
+    (lambda d: alone(Talking(), d), "Talking.metrics must give numbers, and 'mood' is 'good'"),
+    (lambda d: alone(Narrow(), d), "Narrow.fold failed in round 1: TypeError"),
+    (lambda d: ef.run(ef.methods.fedavg(), static(d), "mlp"), "must be an nn.Module .*, not 'mlp'"),
+    (lambda d: ef.run(ef.methods.fedavg(), static(d), Single), "a row of outputs for each of 2 inputs"),
+    (lambda d: ef.run(ef.methods.fedavg(), static(d), ef.models.mlp(64, 10), sample=True), "sample"),
+    (lambda d: ef.run(ef.methods.fedavg(), static(ef.data.arrays(np.ones((8, 3)), np.zeros(8, int))),
+                      ef.models.mlp(3, 1)), "all labels are 0"),
+    (lambda d: ef.run(ef.methods.fedavg(), ef.streams.static(
+        ef.data.arrays(np.ones((8, 3)), np.arange(8) % 2.0), clients=2, alpha=np.inf),
+        ef.models.mlp(3, 2)), "give classes as integers"),
     (lambda d: ef.Method(Undecorated()), "Undecorated has settings: write @dataclass"),
     (lambda d: ef.Method(Averaged()), "reduces\\['a'\\] must be 'mean', 'sum' or 'stack', not 'avg'"),
 ]  # fmt: skip
+
+
+class Counting(ef.Part):
+    def init(self, w, layout):
+        return {"k": 1}
+
+
+class Talking(ef.Part):
+    def metrics(self, s):
+        return {"mood": "good"}
+
+
+class Narrow(ef.Part):
+    def fold(self, s, update):
+        return update, s
+
+
+class Single(nn.Sequential):
+    def forward(self, x):
+        return x.sum()
+
+    def __init__(self):
+        super().__init__(nn.Linear(64, 10))
 
 
 @pytest.mark.parametrize(("make", "words"), MISTAKES, ids=[words for _, words in MISTAKES])
@@ -516,6 +550,34 @@ def test_the_order_of_addition_does_not_matter(digits):
     a, b, c = (ef.Method(*m.parts, average="samples") for m in parts)
     names = [[type(p).__name__ for p in (x + y + z).parts] for x, y, z in ((a, b, c), (c, b, a))]
     assert names[0] == names[1] == ["Nova", "ServerRate", "ServerMomentum", "Anchor"]
+
+
+def test_training_that_leaves_all_bounds_is_told_once(digits):
+    wild = ef.run(
+        ef.methods.fedavg(),
+        static(digits),
+        ef.models.mlp(64, 10),
+        **FAST | {"local": ef.Local(lr=1e6)},
+    )
+    assert [text for text in wild.warnings if "a smaller learning rate helps" in text] == [
+        text for text in wild.warnings if text.startswith("round 1: the clients' training loss is")
+    ]
+    assert not ef.run(ef.methods.fedavg(), static(digits), ef.models.mlp(64, 10), **FAST).warnings
+
+
+def test_tests_on_training_samples_are_told():
+    x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
+    model = ef.models.mlp(3, 2)
+
+    def notes(data):
+        return ef.run(
+            ef.methods.fedavg(), ef.streams.static(data, clients=2, rounds=1), model
+        ).notes
+
+    assert notes(ef.data.arrays(x, y)) == (
+        "tests are on samples that clients train on: give the data test samples",
+    )
+    assert notes(ef.data.arrays(x, y, test=(x[:4], y[:4]))) == ()
 
 
 def test_streams_are_checked(digits):

@@ -35,6 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 out = Console(markup=False)  # texts hold brackets of their own, as 'everfed[flower]'
 err = Console(stderr=True, markup=False)
@@ -71,12 +72,15 @@ def run(
     config: ConfigFile = None,
     changes: Changes = None,
     method: Annotated[str | None, typer.Option("--method", "-m", help="Method by name.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", "-s", help="Another seed.")] = None,
     folder: Folder = None,
 ) -> None:
     """Train with one method."""
     from everfed import config as configs
 
-    made = configs.experiment(configs.read(config, changes or [], method))
+    changed = [*(changes or []), *([] if seed is None else [f"seed={seed}"])]
+    made = configs.experiment(configs.read(config, changed, method))
+    made.check()
     place = folder or _new_folder(made.method.name)
     with _bars() as bars:
         finished = made.go(folder=place, on_round=_follow(bars, made.method.name))

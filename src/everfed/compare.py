@@ -53,7 +53,8 @@ def prepare(config: configs.Config) -> Data:
     for name in config.compare.methods:
         configs.runnable({"name": name}, config)
     read = configs.table(config)
-    configs.experiment(config, config.compare.methods[0], read=read)
+    for name in config.compare.methods:
+        configs.experiment(config, name, read=read).check()
     return read
 
 

@@ -33,7 +33,7 @@ from everfed.errors import EverfedError, near, unknown, wrong
 from everfed.late import Late
 from everfed.local import Local
 from everfed.method import Method
-from everfed.runs import Grouping, Precision, Run, run
+from everfed.runs import Grouping, Precision, Run, check, run
 from everfed.streams.stream import Stream
 
 
@@ -278,6 +278,13 @@ class Experiment:
     options: dict[str, Any]
     terms: Terms
 
+    def check(self) -> None:
+        """Raise ConfigError where it cannot be run, as far as that is known beforehand."""
+        try:
+            check(self.method, self.stream, **self.options)
+        except EverfedError as error:
+            raise ConfigError(str(error)) from None
+
     def go(self, **more: Any) -> Run:
         """Run it."""
         return run(self.method, self.stream, self.model, **(self.options | more))
@@ -434,8 +441,8 @@ def table(config: Config) -> Data:
     made: Data = _build("data", DATASETS, config.data, folder=config.data_dir)
     if made.y.is_floating_point():
         raise ConfigError(
-            f"data: the labels of {made.name} are not whole numbers: save classes as 0, 1, 2, ... "
-            "or text; other targets need a loss of yours, in Python"
+            f"data: the labels of {made.name} are {made.y.dtype}: save classes as integers or "
+            "text; other targets need a loss of yours, in Python"
         )
     if not config.standardise:
         return made

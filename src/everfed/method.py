@@ -508,3 +508,13 @@ class Method:
         """The method as plain values, for a run's folder."""
         parts = [{"part": type(p).__name__, **dataclasses.asdict(p)} for p in self.parts]
         return {"name": self.name, "average": self.average, "parts": parts}
+
+
+def check_state(part: Part, hook: str, state: State) -> None:
+    """Raise EverfedError where a hook gives what cannot be kept or sent: a state is tensors."""
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise EverfedError(
+                f"{type(part).__name__}.{hook} must give a state of tensors, and {key!r} is "
+                f"{value!r}: make it torch.tensor(...)"
+            )

@@ -73,6 +73,8 @@ class Loaded:
         for section in ("stream", "local", "late", "boundaries"):
             own = _table(self.about, section)
             kept = {key: value for key, value in own.items() if key not in ("seed", "tasks")}
+            if section == "stream" and "rounds" in kept:  # a configuration's are those of a task
+                kept["all rounds"] = kept.pop("rounds")
             out |= {f"{section}.{key}": value for key, value in kept.items()}
         for key in ("data", "sample", "parameters", "precision"):
             out[key] = self.about.get(key)

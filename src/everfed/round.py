@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from everfed.late import Late, count, follow, held
 from everfed.ledger import Ledger
 from everfed.local import Local
 from everfed.memory import held_bytes
-from everfed.method import Method, Reduced, State
+from everfed.method import Method, Reduced, State, check_state
 from everfed.reduce import cohort_spread, reducer
 from everfed.server import AtServer
 from everfed.streams.sites import Sites
@@ -474,12 +475,21 @@ class Rounds:
         step, parts = self.late.step(values["update"], answer.reducer.n, asked), []
         reduced = self._reduced(fed, answer, values)
         for part, state, own in zip(self.method.parts, fed.parts, reduced, strict=True):
-            found = part.fold(state, step, own)
+            try:
+                found = part.fold(state, step, own)
+            except EverfedError:
+                raise
+            except Exception as error:
+                raise EverfedError(
+                    f"{type(part).__name__}.fold failed in round {fed.round + 1}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             if not isinstance(found, tuple) or len(found) != 2 or found[0].shape != step.shape:
                 raise EverfedError(
                     f"{type(part).__name__}.fold must give a step, {tuple(step.shape)}, and a state"
                 )
             step, state = found
+            check_state(part, "fold", state)
             parts.append(state)
         w = fed.w + step
         measured, last = self._meters(fed, answer, values)
@@ -494,7 +504,12 @@ class Rounds:
         self._keep(fed, answer, events)
         events.values |= {"clients": answer.reducer.n} | measured
         for part, state in zip(self.method.parts, parts, strict=True):
-            events.values |= part.metrics(state)
+            for key, value in part.metrics(state).items():
+                if not isinstance(value, Real):
+                    raise EverfedError(
+                        f"{type(part).__name__}.metrics must give numbers, and {key!r} is {value!r}"
+                    )
+                events.values[key] = float(value)
 
     def _meters(
         self, fed: Federation, answer: Answer, values: State

@@ -37,7 +37,7 @@ from everfed.late import Late
 from everfed.ledger import Ledger
 from everfed.local import Local
 from everfed.loggers import Begun, Logger, Loggers
-from everfed.method import Method, State
+from everfed.method import Method, State, check_state
 from everfed.metrics import Record, Summary
 from everfed.records import Loaded
 from everfed.round import Engine, Events, Federation, Rounds
@@ -179,24 +179,18 @@ def run(
         engine: makes another engine than the local one.
     """
     settings = Local() if local is None else local
-    for name, value, kind in (
-        ("local", settings, Local), ("late", late, Late), ("boundaries", boundaries, Boundaries),
-    ):  # fmt: skip
-        if value is not None and not isinstance(value, kind):
-            raise EverfedError(f"{name} must be an everfed.{kind.__name__}, not {value!r}")
-    _check_options(method, stream, sample, seed, test_every, workers, precision, grouping)
+    check(
+        method, stream, local=settings, sample=sample, late=late, boundaries=boundaries, seed=seed,
+        test_every=test_every, information_loss=information_loss, workers=workers,
+        grouping=grouping, precision=precision,
+    )  # fmt: skip
     if information_loss and engine is not None:
         raise EverfedError(
             "information_loss needs past data, which stay at the sites: it is for simulation"
         )
-    if information_loss and boundaries and boundaries.found:
-        raise EverfedError("information_loss needs to know the past data sets: announce the tasks")
     stream = stream.seeded(seed)
     check_stream(stream)
-    for part in method.parts:
-        part.check(settings)
     if boundaries:
-        boundaries.check(method, stream)
         method = boundaries.watching(method)
     with surroundings():
         program = prepare(method, stream, model, settings, seed, loss, precision, grouping, device)
@@ -231,6 +225,8 @@ def run(
             "stateless": stream.stateless,
         }
         place, found, notes = _place(folder, resume, what, about, stream)
+        if _tests_on_training(stream):
+            notes.append("tests are on samples that clients train on: give the data test samples")
         if engine is None:
             made, meta = _local_engine(program, workers, sample, found, notes)
         else:
@@ -333,6 +329,7 @@ class Session:
         self.saved_at = time.monotonic()
         self.stop = False
         self.warnings: list[str] = []
+        self.guess = _loss_of_guessing(self.engine.program)
         self.told: list[str] = []  #: what is to be told with the first round
 
     def start(self, compute: Compute, found: Any) -> tuple[Federation, list[Record]]:
@@ -351,6 +348,8 @@ class Session:
             return fed, []
         w = compute.weights()
         parts = [part.init(w, compute.layout) for part in self.rounds.method.parts]
+        for part, state in zip(self.rounds.method.parts, parts, strict=True):
+            check_state(part, "init", state)
         return Federation(w, compute.read_buffers(), parts), []
 
     def _prolong(self, fed: Federation) -> list[Record]:
@@ -369,6 +368,7 @@ class Session:
                 began = time.perf_counter()
                 at, task = fed.round, stream.task(fed.round)
                 events = self.rounds.play(fed)
+                self._doubt(events)
                 new = self._lines(at, task, events) + self._labels(at, task, events.cohort)
                 new += self._information_loss(fed, at, task, events.cohort)
                 accuracy = None
@@ -386,6 +386,16 @@ class Session:
                     self._save(fed)
                     raise Interrupted(self._how_to_go_on(fed))
             self._save(fed)
+
+    def _doubt(self, events: Events) -> None:
+        """Warn, once, of training that has left all bounds and not yet reached infinity."""
+        loss = events.values.get("train_loss")
+        if self.guess is not None and loss is not None and loss > 10 * self.guess:
+            events.warnings.append(
+                f"the clients' training loss is {loss:.3g}, and that of guessing {self.guess:.2g}: "
+                "a smaller learning rate helps (local.lr)"
+            )
+            self.guess = None
 
     def _lines(self, at: int, task: int, events: Events) -> list[Record]:
         self.changed |= events.changed
@@ -488,6 +498,13 @@ class Session:
         return f"{done}; go on with everfed.run(..., folder={str(self.folder.path)!r}, resume=True)"
 
 
+def _loss_of_guessing(program: ClientProgram) -> float | None:
+    """That of a model that takes all classes for equally likely; None where losses are others."""
+    classes = program.data.classes
+    own = any(program.hooks[hook] for hook in ("loss", "feature_loss", "weigh"))
+    return None if own or classes < 2 or program.loss is not cross_entropy else math.log(classes)
+
+
 def _line(at: int, task: int, metric: str, value: float) -> Record:
     """One record; what is not a finite number is null, as JSON has none."""
     known = value if math.isfinite(value) else None
@@ -566,9 +583,9 @@ def _compute(
         module = copy.deepcopy(model)
     else:
         torch.manual_seed(torch_seed(seed, "initial weights"))
-        module = model()
+        module = model() if callable(model) else model
     if not isinstance(module, nn.Module):
-        raise EverfedError(f"the model must be an nn.Module or build one, not {type(module)}")
+        raise EverfedError(f"the model must be an nn.Module or build one, not {module!r}")
     return choose(module, stream.data.x[0], _device(device), precision, grouping)
 
 
@@ -586,24 +603,37 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _check_options(
+def check(
     method: Method,
     stream: Stream,
+    *,
+    local: Local,
     sample: int | None,
+    late: Late | None,
+    boundaries: Boundaries | None,
     seed: int,
     test_every: int,
+    information_loss: bool,
     workers: int | str,
-    precision: str,
     grouping: str,
+    precision: str,
+    **others: Any,
 ) -> None:
+    """Raise EverfedError where `run` could not begin with these, as far as that is known without
+    the model; `others` of its options do not matter."""
+    for option, given, kind in (
+        ("local", local, Local), ("late", late, Late), ("boundaries", boundaries, Boundaries),
+    ):  # fmt: skip
+        if given is not None and not isinstance(given, kind):
+            raise EverfedError(f"{option} must be an everfed.{kind.__name__}, not {given!r}")
     if not isinstance(method, Method):
         raise EverfedError(f"the method must be a Method, such as methods.fedavg(), not {method!r}")
     if not isinstance(stream, Stream):
         raise EverfedError(f"the stream must be a Stream, not {type(stream).__name__}")
     for name, value, least in (("seed", seed, 0), ("test_every", test_every, 1)):
-        if not isinstance(value, int | np.integer) or value < least:
+        if not _whole(value) or value < least:
             raise EverfedError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    if sample is not None and (not isinstance(sample, int | np.integer) or sample < 1):
+    if sample is not None and (not _whole(sample) or sample < 1):
         raise EverfedError(f"sample must be a whole number of at least 1, not {sample!r}")
     if sample is not None and sample > stream.clients:
         raise EverfedError(f"sample is {sample}, but the stream has {stream.clients} clients")
@@ -623,12 +653,22 @@ def _check_options(
     ):
         if word not in known:
             raise EverfedError(f"{name} must be one of {', '.join(known)}, not {word!r}")
+    for part in method.parts:
+        part.check(local)
+    if boundaries:
+        boundaries.check(method, stream)
+    if information_loss and boundaries and boundaries.found:
+        raise EverfedError("information_loss needs to know the past data sets: announce the tasks")
     if workers == "auto":
         return
-    if not isinstance(workers, int) or workers < 1:
+    if not _whole(workers) or int(workers) < 1:
         raise EverfedError(f"workers must be 'auto' or at least 1, not {workers!r}")
-    if workers > 1 and not pool.available():
+    if int(workers) > 1 and not pool.available():
         raise EverfedError("more than one worker needs Linux; use workers = 1")
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_stream(stream: Stream) -> None:
@@ -651,6 +691,13 @@ def check_stream(stream: Stream) -> None:
             raise EverfedError(f"{name}: task {title!r} has no test samples")
 
 
+def _tests_on_training(stream: Stream) -> bool:
+    """Whether the first client's samples are among those of the first task's test."""
+    if isinstance(stream, Sites):
+        return False
+    return bool(np.isin(stream.samples(0, 0)[:100], stream.test(0)).any())
+
+
 def _check_model(compute: Compute, stream: Stream, data: Data, loss: LossFunction) -> None:
     """The model takes the data, and its head has an output for every label."""
     x, y = data.take(torch.as_tensor(stream.data.train[:2]), compute.dtype)
@@ -663,6 +710,11 @@ def _check_model(compute: Compute, stream: Stream, data: Data, loss: LossFunctio
         raise EverfedError(
             f"the model does not take inputs of shape {shape}{hint}: {first}"
         ) from error
+    if not isinstance(z, Tensor) or z.dim() < 1 or len(z) != len(x):
+        raise EverfedError(
+            f"the model must give a row of outputs for each of {len(x)} inputs, and gave "
+            f"{getattr(z, 'shape', type(z).__name__)}"
+        )
     if loss is not cross_entropy:
         got = loss(z, y)
         if not isinstance(got, Tensor) or got.shape != (len(x),):
@@ -670,8 +722,13 @@ def _check_model(compute: Compute, stream: Stream, data: Data, loss: LossFunctio
             raise EverfedError(f"loss must give one number a sample, ({len(x)},), not {found}")
         return
     if y.is_floating_point():
-        raise EverfedError("labels are not whole numbers: give run(..., loss=...) for them")
+        raise EverfedError(
+            f"labels are {data.y.dtype}: give classes as integers (y.astype(int)), and for other "
+            "targets run(..., loss=...)"
+        )
     classes, outputs = data.classes, z.shape[-1]
+    if classes < 2 and outputs < 2:
+        raise EverfedError("all labels are 0, and there must be two classes or more to tell apart")
     if classes > outputs:
         raise EverfedError(f"labels go up to {classes - 1}, but the model has {outputs} outputs")
     if stream.head != "shared" and classes != outputs:

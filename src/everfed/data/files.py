@@ -239,6 +239,8 @@ def codes(values: np.ndarray) -> np.ndarray:
     >>> codes(np.array([7, 3, 7, 12]))
     array([1, 0, 1, 2])
     """
+    if values.dtype.kind == "f":
+        finite(values, "owners, tasks or labels")
     if values.dtype.kind in "iu" and values.min() >= 0 and values.max() < 4 * len(values):
         numbers: np.ndarray = np.cumsum(np.bincount(values) > 0) - 1  # no need to sort
         return np.asarray(numbers[values])

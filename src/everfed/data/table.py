@@ -202,6 +202,11 @@ def arrays(
     _check_classes(ys, name)
     client_ids = _ids(client, n, "client", name)
     if client_ids is not None:
+        if client_ids.min() > 0:
+            raise EverfedError(
+                f"{name}: clients are counted from 0, and these begin at {client_ids.min()} "
+                "(np.unique(client, return_inverse=True)[1] counts them)"
+            )
         client_ids = np.concatenate([client_ids, np.full(len(xs) - n, -1)])
     names = tuple(tasks or _task_names(task_ids))
     if task_ids is not None and task_ids.max() >= len(names):

@@ -269,6 +269,7 @@ def _panel(page: Page, panel: Panel) -> Figure:
         _cut(panel.title, 50) + (f" ({labels})" if labels else ""), loc="left", fontsize=9
     )
     axis.set_xlabel("round")
+    axis.set_ylabel(_cut(re.split("[,:;]", panel.what)[0], 40), fontsize=9)  # what the unit is of
     _legend(figure, page, panel)
     return figure
 

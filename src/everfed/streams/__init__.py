@@ -167,7 +167,10 @@ def _check_split(
     if not alpha > 0:
         raise EverfedError(f"alpha must be above 0, not {alpha}")
     if data.y.is_floating_point() or data.y.dim() > 1:
-        raise EverfedError(f"{data.name} has no classes to skew: use alpha = inf (equal parts)")
+        raise EverfedError(
+            f"{data.name}: labels are {data.y.dtype}, {data.y.dim()}-dimensional, no classes to "
+            "skew: give classes as integers, or use alpha = inf (equal parts)"
+        )
 
 
 def _list(names: Sequence[str]) -> str:
