@@ -65,7 +65,9 @@ def test_a_test_that_a_tasks_end_tells_again_counts_once():
 def test_verdicts(fedavg, coreset, verdict):
     chosen = preset.Preset(
         "x", "what", {"best 5": {"fedavg": 86.0, "coreset": 88.0}},
-        ["best 5: coreset > fedavg", "best 5: coreset >= fedavg + 1"], {"best 5": 2.0}, {}, {},
+        ["best 5: coreset > fedavg", "best 5: coreset >= fedavg + 1"],
+        ["best 5: fedavg > coreset + 50"],  # ours, and told without being counted
+        {"best 5": 2.0}, {}, {},
     )  # fmt: skip
     # five good tests among bad ones count, in any order
     tests = np.array([-0.3, 0.01, 0.0, -0.5, -0.01, 0.02, -0.02, -0.4])
@@ -76,7 +78,7 @@ def test_verdicts(fedavg, coreset, verdict):
 
 def test_without_figures_to_meet_there_is_only_an_ordering():
     chosen = preset.Preset(
-        "x", "what", {"best 5": {"a": 86.0, "b": 88.0}}, ["best 5: b > a"], {}, {}, {}
+        "x", "what", {"best 5": {"a": 86.0, "b": 88.0}}, ["best 5: b > a"], [], {}, {}, {}
     )
     runs = {"a": loaded("a", [0.3] * 5), "b": loaded("b", [0.4] * 5)}
     assert chosen.judge(runs).verdict.startswith("ordering only: the figures are of a larger")
