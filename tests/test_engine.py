@@ -559,9 +559,8 @@ def test_training_that_leaves_all_bounds_is_told_once(digits):
         ef.models.mlp(64, 10),
         **FAST | {"local": ef.Local(lr=1e6)},
     )
-    assert [text for text in wild.warnings if "a smaller learning rate helps" in text] == [
-        text for text in wild.warnings if text.startswith("round 1: the clients' training loss is")
-    ]
+    (told,) = [text for text in wild.warnings if "clients' training loss" in text]
+    assert told.startswith("round 1: the clients' training loss is")
     assert not ef.run(ef.methods.fedavg(), static(digits), ef.models.mlp(64, 10), **FAST).warnings
 
 

@@ -392,8 +392,7 @@ def reproduce(
     for table in outcome.tables:
         out.print(table)
     for finding in outcome.findings:
-        ours = " (not the paper's)" if finding.ours else ""
-        out.print(f"{'yes' if finding.holds else 'no ':3}  {finding.claim}{ours}: {finding.found}",
+        out.print(f"{'yes' if finding.holds else 'no ':3}  {finding.title}: {finding.found}",
                   highlight=False, soft_wrap=True)  # fmt: skip
     out.print(Text(outcome.verdict, "bold"), f"({time.perf_counter() - began:.0f} s)")
 

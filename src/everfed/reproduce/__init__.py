@@ -23,6 +23,11 @@ class Finding:
     figure: bool = False  #: whether the claim is a number, not which method is ahead
     ours: bool = False  #: whether it is not in the paper, and so does not count
 
+    @property
+    def title(self) -> str:
+        """The claim, and whose it is, for readers."""
+        return f"{self.claim} (not the paper's)" if self.ours else self.claim
+
 
 @dataclass
 class Outcome:

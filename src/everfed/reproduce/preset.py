@@ -162,9 +162,8 @@ class Preset:
             cells = zip(*(column.cells for column in table.columns), strict=True)
             lines += ["| " + " | ".join(map(str, row)) + " |" for row in cells] + [""]
         lines += ["| claim | found | |", "|---|---:|---|"]
-        for f in outcome.findings:
-            claim = f"{f.claim} (not the paper's)" if f.ours else f.claim
-            lines.append(f"| {claim} | {f.found} | {'holds' if f.holds else 'does not hold'} |")
+        lines += [f"| {f.title} | {f.found} | {'holds' if f.holds else 'does not hold'} |"
+                  for f in outcome.findings]  # fmt: skip
         return "\n".join(lines) + "\n"
 
 
