@@ -59,9 +59,12 @@ def environment(name: str, packages: list[str], loose: list[str] | None = None) 
 def timed(command: list[Any]) -> Result:
     """The last line of a command's output; if there is none, what went wrong."""
     words = [str(word) for word in command]
-    done = subprocess.run(
-        words, capture_output=True, text=True, cwd=ROOT, env=os.environ | QUIET, timeout=600
-    )
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, cwd=ROOT, env=os.environ | QUIET, timeout=600
+        )
+    except subprocess.TimeoutExpired:
+        return {"skipped": "failed: no answer in 10 minutes"}
     try:
         result: Result = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
@@ -128,7 +131,10 @@ def table(runs: dict[str, dict[str, list[Result]]]) -> str:
         for w, own in by.items()
         if speeds(own)
     }
-    best = {w: max(v for (n, x), v in median.items() if x == w and n in PEERS) for w in SECONDS}
+    best = {
+        w: max((v for (n, x), v in median.items() if x == w and n in PEERS), default=float("nan"))
+        for w in SECONDS
+    }
     lines = ["| | " + " | ".join(SECONDS) + " |", "|---|" + "---:|" * len(SECONDS)]
     for name, by in runs.items():
         cells = []
@@ -149,11 +155,15 @@ def table(runs: dict[str, dict[str, list[Result]]]) -> str:
 
 def missing(runs: dict[str, dict[str, list[Result]]]) -> str:
     """What could not be measured, and why."""
-    reasons = [
-        f"- {name}, {w}: {own[0]['skipped']}"
+    failed = [
+        (name, w, [r["skipped"] for r in own if "skipped" in r], len(own))
         for name, by in runs.items()
         for w, own in by.items()
-        if "skipped" in own[0]
+    ]
+    reasons = [
+        f"- {name}, {w}, {len(why)} of {turns} turns: {why[0]}"
+        for name, w, why, turns in failed
+        if why
     ]
     return "\n".join(["Not measured:", "", *reasons]) if reasons else ""
 

@@ -347,12 +347,17 @@ def counted() -> str:
 def methods() -> list[str]:
     """Each method's round beside FedAvg's."""
 
+    def second_task(work: bench.Workload, name: str) -> bench.Bench:
+        """Where anchors pull and memories are replayed."""
+        own = bench.prepare(work, METHODS[name].build(), workers=1, stream=work.stream(tasks=True))
+        own.rounds.play(own.fed)
+        own.rounds.end_task(own.fed)
+        return own
+
     def times(work: bench.Workload) -> Times:
         with surroundings():
-            jobs = {
-                name: partial(cpu_time, 3, bench.prepare(work, METHODS[name].build(), workers=1))
-                for name in ("fedavg", *REASONS)
-            }
+            names = ("fedavg", *REASONS)
+            jobs = {name: partial(cpu_time, 3, second_task(work, name)) for name in names}
             return in_turn(jobs, 30)
 
     first, second = times(W1), times(W2)

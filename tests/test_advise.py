@@ -131,12 +131,13 @@ def test_what_is_said_of_clients_are_equal_ones():
 
 
 def test_labels_that_change_are_seen_in_the_records():
-    """The stream of the CFL paper, where a client's labels change in every round, and one in which
-    they stay."""
+    """The stream of the CFL paper, where a client's labels change in every round, one in which they
+    stay, and one in which they are drawn anew from the same ones."""
     data = ef.data.digits(["plain"])
     moving = ef.streams.evolving(data, clients=5, subsets=8, alpha=0.1, rounds=9)
     still = ef.streams.static(data, clients=5, alpha=0.1, rounds=9)
-    for stream, low, high in ((moving, 0.5, 1.0), (still, 0.0, 0.0)):
+    chance = ef.streams.evolving(data, clients=5, subsets=8, alpha=1e6, rounds=9)
+    for stream, low, high in ((moving, 0.5, 1.0), (still, 0.0, 0.0), (chance, 0.0, 0.1)):
         seen = advise.read(advise.pilot(experiment(stream, sample=None)))
         assert low <= seen.changed <= high
         assert seen.present == 1.0

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import everfed as ef
 from everfed.client import ClientProgram
@@ -166,3 +167,10 @@ def test_less_is_forgotten(digits):
 def test_two_ways_of_averaging_do_not_go_together():
     with pytest.raises(ef.EverfedError, match="several models, and Trimmed knows of one"):
         ef.methods.pfeddil() + ef.methods.median()
+
+
+def test_tokens_cannot_be_spoiled():
+    data = ef.data.arrays(np.zeros((40, 6), dtype=np.int64), np.arange(40) % 2)
+    embedded = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(24, 2))
+    with pytest.raises(ef.EverfedError, match="floats, not tokens"):
+        ef.run(ef.methods.pfeddil(), ef.streams.static(data, clients=2, rounds=1), embedded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from everfed import memory, methods
 from everfed.errors import EverfedError
 from everfed.local import Local
 from everfed.method import Method
-from everfed.methods.cflag import forgetting_of_step
+from everfed.methods.cflag import _closing, forgetting_of_step
 from everfed.methods.er import Replay
 from quadratics import Q2, Game, q2
 from test_conformance import problem
@@ -102,8 +103,20 @@ def test_one_exchange_of_single_steps_is_exact():
     games = [
         Game(methods.cflag(exchanges=k, **settings), tasks, rounds=4, local=local) for k in (1, 2)
     ]
-    once, twice = (game.play_all() for game in games)
-    np.testing.assert_allclose(once, twice, rtol=1e-7, atol=1e-9)
+    ends = [[game.play() for _ in range(11)] for game in games]
+    np.testing.assert_allclose(*ends, rtol=1e-7, atol=1e-9)
+    gammas = [float(game.fed.parts[0]["gamma"]) for game in games]
+    assert gammas[0] == pytest.approx(gammas[1])
+
+
+def test_one_exchange_who_trained_but_did_not_close_is_not_corrected():
+    """The means of a task's end are of those who closed it; whose own gradient is not among them
+    must not subtract one of the round before."""
+    part = methods.cflag(exchanges=1).parts[0]
+    server = {"at": torch.tensor(_closing(5))}
+    trained, closed = ({"at": torch.tensor(at)} for at in (5, _closing(5)))
+    told = [part.among(SimpleNamespace(down=server, mine=mine)) for mine in (trained, closed)]
+    assert told == [False, True]
 
 
 def test_one_exchange_sends_the_model_once(digits):

@@ -164,6 +164,16 @@ def test_fedeves_gain_is_that_of_chance_where_clients_are_drawn_at_random(sizes)
     assert np.mean(gains[200:]) == pytest.approx(by_chance(len(p), effective), rel=0.02)
 
 
+def test_fedeve_beside_parts_that_scale_updates():
+    """With equal steps FedNova is FedAvg, and so is each of them under FedEve. A server rate of 1/2
+    halves every update, so that its first round goes half as far at the same gain."""
+    alone = q2(methods.fedeve(average="uniform"), 3)
+    beside = methods.fednova(average="uniform") + methods.fedeve(average="uniform")
+    assert q2(beside, 3) == pytest.approx(alone)
+    half = methods.fedavg(server_lr=0.5, average="uniform") + methods.fedeve(average="uniform")
+    assert q2(half, 1) == pytest.approx([alone[0] / 2])
+
+
 def test_fedeve_settles_at_fedavgs_fixed_point():
     """Slowly: the gain falls as the prediction gets better."""
     path = q2(methods.fedeve(average="uniform"), 300)
@@ -207,7 +217,9 @@ def test_special():
 
 def test_special_c():
     assert pull(torch.tensor(2.0), torch.tensor(1.0), 0.5).item() == pytest.approx(1.666667)
-    assert second_task(methods.special_c(0.2), 1) == pytest.approx([0.507653], abs=1e-6)
+    assert second_task(methods.special_c(0.2, server_lr=1.0), 1) == pytest.approx(
+        [0.507653], abs=1e-6
+    )
 
 
 def test_squares_of_many_updates_are_summed_carefully():

@@ -298,6 +298,21 @@ def test_er_counts_a_small_memory_as_half():
     assert got == pytest.approx(1.0175 / 2)
 
 
+def test_a_ring_for_each_task_takes_nothing_from_the_others(digits):
+    """As many samples of each domain, and those of earlier ones stay who they are."""
+    stream = ef.streams.domains(digits, clients=2, alpha=None, rounds=1).seeded(0)
+    fed, rounds = federation(ef.methods.er(memory=20, per_task=True), stream)
+    kept: list[set[int]] = []
+    for task in range(2):
+        rounds.play(fed)
+        rounds.end_task(fed)
+        state = fed.clients[0][0]
+        assert np.bincount(state["block"]).tolist() == [20] * (task + 1)
+        kept.append({*state["ids"].tolist()})
+        assert kept[0] <= kept[-1]
+    assert np.bincount(digits.y[sorted(kept[-1])]).tolist() == [4] * 10
+
+
 def test_er_does_not_go_with_a_table_of_gradients():
     with pytest.raises(ef.EverfedError, match="iag = false"):
         ef.methods.er() + ef.methods.fedtrack()

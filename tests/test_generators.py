@@ -300,6 +300,23 @@ def test_mfcl_follows_its_formula(plain):
     torch.testing.assert_close(fed.w, before - LR * slope, rtol=1e-4, atol=1e-5)
 
 
+def test_mfcl_needs_a_head_that_comes_last(plain):
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.body = nn.Linear(64, 10), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.head(self.body(x.flatten(1)).relu())
+
+    stream = ef.streams.classes(plain, tasks=2, clients=1, rounds=1)
+    small = ef.methods.mfcl(size=8, iterations=2, width=2)
+    with pytest.raises(ef.EverfedError, match="dense layer defined last"):
+        ef.run(small, stream, First(), workers=1)
+    single = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))  # nothing below the head to distil
+    assert ef.run(small, stream, single, workers=1).acc > 0.1
+
+
 @pytest.mark.parametrize("name", ["target", "mfcl"])
 def test_classes_to_come_stay(plain, name):
     sizes = {"size": 16, "width": 4, "latent": 8}

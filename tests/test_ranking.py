@@ -52,6 +52,13 @@ def test_measures_are_those_of_scikit_learn():
         assert found[f"hr@{k}"] == pytest.approx(np.mean(first))
 
 
+def test_scores_that_are_no_numbers_come_last():
+    """A model that has diverged must not be the best."""
+    scores, y = np.array([np.nan, 0.2, 0.1, np.nan, np.nan]), np.array([1, 0, 0, 1, 0])
+    assert metrics.ranks(scores, y, np.array([0, 0, 0, 1, 1])).tolist() == [3.0, 1.5]
+    assert metrics.auc(scores[:3], y[:3]) == 0
+
+
 def test_a_model_that_says_the_same_of_all_is_not_first():
     lists, y = np.repeat([0, 1], 100), np.tile(np.arange(100) == 0, 2)
     found = metrics.ranking(np.zeros(200), y, lists)

@@ -538,6 +538,9 @@ def test_cohorts_show_period_drift_and_client_drift(digits):
     assert few.period.value > 3 * few.period.chance
     assert (everyone.period.value, everyone.size) == (0, 20)
     assert min(few.client.value, everyone.client.value) > 0.4
+    # of 7 pairs of rounds one is between the two tasks, of other classes
+    tasks = ef.streams.classes(digits, tasks=2, clients=4, rounds=4)
+    assert drift.cohorts(tasks, None, 0).period.value == pytest.approx(1 / 7)
     plain = drift.cohorts(ef.streams.static(digits, clients=20, alpha=None, rounds=20), 4, 0)
     assert plain.period.value < 1.5 * plain.period.chance
     assert plain.client.value < 1.5 * plain.client.chance

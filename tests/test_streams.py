@@ -179,6 +179,13 @@ def test_smaller_alphas_are_more_skewed():
     assert skew[2] > 0.9
 
 
+def test_a_cohort_of_a_regime_takes_part_as_a_whole():
+    """Its data have been pooled and dealt out: with a part of it the union would be another."""
+    stream, model = regime("period"), ef.models.mlp(4, 8, 10)
+    with pytest.raises(ef.EverfedError, match=r"draws cohorts of 10 itself.*cohort to 4"):
+        ef.run(ef.methods.fedavg(), stream, model, sample=4)
+
+
 def test_wrong_regimes():
     for options, match in (
         ({"cohort": 101}, "cohort of 101"),

@@ -33,6 +33,14 @@ def test_users_are_as_large_as_they_are():
     assert all((user[own] == client).all() for client, own in enumerate(held_by(stream)))
 
 
+def test_users_without_training_samples_are_no_clients():
+    """Nobody is number 1."""
+    data = ef.data.arrays(np.zeros((4, 2)), [0, 1, 0, 1], client=[0, 0, 2, 2])
+    stream = ef.streams.given(data)
+    assert stream.users.tolist() == [0, 2]
+    assert [own.tolist() for own in held_by(stream)] == [[0, 1], [2, 3]]
+
+
 def test_small_users_are_left_out_and_counted():
     data, user = people()
     stream = ef.streams.given(data, least=4)

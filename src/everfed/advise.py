@@ -22,11 +22,12 @@ import tomli_w
 
 from everfed import config as configs
 from everfed import metrics
+from everfed.chance import rng
 from everfed.errors import EverfedError
 from everfed.metrics import Drift, Record
 from everfed.records import Loaded, load, members
 from everfed.runs import Progress
-from everfed.streams.drift import total_variation
+from everfed.streams.drift import DRAWS, change
 from everfed.streams.pilot import Pilot
 from everfed.streams.sites import Sites
 
@@ -209,7 +210,8 @@ def _advise(signs: Signs, keep: bool) -> Advice:
     if signs.changed > CHANGED and keep and not seldom:
         why = (
             f"a client's own labels change from one time to the next by {signs.changed:.2f} "
-            "(total variation; 1 is all of them): what it has seen must not be lost",
+            "more than by chance (total variation; 1 is all of them): what it has seen must not be "
+            "lost",
             "keeping 100 samples of each of a client's data sets and training on them again "
             "brings its past into every round",
         )
@@ -283,7 +285,8 @@ def _seen(drift: Drift) -> tuple[str, ...]:
 
 
 def _changed(records: Sequence[Record]) -> float:
-    """Mean distance of a client's labels in successive rounds of its within a task."""
+    """Mean distance of a client's labels in successive rounds of its within a task, less what
+    chance makes it."""
     held: dict[tuple[str, int], list[dict[str, int]]] = {}
     for r in records:
         if r["metric"] == "labels" and isinstance(r["value"], dict):
@@ -292,10 +295,14 @@ def _changed(records: Sequence[Record]) -> float:
     pairs = [pair for own in held.values() for pair in pairwise(own) if all(pair)]
     if not pairs:
         return math.nan
-    return float(np.mean([_distance(a, b) for a, b in pairs]))
+    random = rng(0, "labels")
+    return float(np.mean([_distance(a, b, random) for a, b in pairs]))
 
 
-def _distance(a: dict[str, int], b: dict[str, int]) -> float:
+def _distance(a: dict[str, int], b: dict[str, int], random: np.random.Generator) -> float:
     names = sorted({*a, *b})
     first, second = (np.array([own.get(name, 0) for name in names]) for own in (a, b))
-    return total_variation(first, second)
+    if len(names) < 2 or np.array_equal(first, second):
+        return 0.0
+    found = change(first, second, random, DRAWS)
+    return max(0.0, found.value - found.chance)

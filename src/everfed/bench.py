@@ -27,16 +27,21 @@ from everfed.streams.stream import Stream
 
 class Blocks(Stream):
     """Client i holds the i-th block of samples; blocks may overlap, so that a million clients need
-    no million samples."""
+    no million samples. With `tasks` there is a second task after one round, of other blocks."""
 
-    def __init__(self, data: Data, sizes: np.ndarray, rounds: int = 10**9) -> None:
+    def __init__(
+        self, data: Data, sizes: np.ndarray, rounds: int = 10**9, tasks: bool = False
+    ) -> None:
         self.data, self.sizes, self.rounds = data, sizes, rounds
         self.clients = len(sizes)
+        self.task_rounds = (1, rounds - 1) if tasks else None
         room = len(data.train) - sizes
         self.starts = (np.arange(len(sizes), dtype=np.int64) * 7919) % (room + 1)
 
     def samples(self, client: int, round_: int) -> np.ndarray:
-        return np.arange(self.starts[client], self.starts[client] + self.sizes[client])
+        size = self.sizes[client]
+        start = (self.starts[client] + self.task(round_) * size) % (len(self.data.train) - size + 1)
+        return np.arange(start, start + size)
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,13 @@ class Workload:
     batch: int
     model: models.Recipe
 
-    def stream(self) -> Blocks:
+    def stream(self, tasks: bool = False) -> Blocks:
         """Random inputs: speed does not depend on them."""
         random = rng(0, "bench")
         sizes = self.sizes()
         n = int(min(sizes.sum(), 20_000))
         x = random.standard_normal((n, *self.shape), dtype=np.float32)
-        return Blocks(arrays(x, random.integers(0, self.classes, n)), sizes)
+        return Blocks(arrays(x, random.integers(0, self.classes, n)), sizes, tasks=tasks)
 
 
 def natural_sizes(clients: int) -> np.ndarray:

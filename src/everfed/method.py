@@ -190,6 +190,7 @@ class Reduced:
     #: mean over coordinates of the cohort's variance around the (weighted) mean update: (1,), or
     #: (layers,) where a part is `layered`
     spread: Tensor | None = None
+    mean: Tensor | None = None  #: the mean update, before any part has folded it, (d,)
     exchanges: int = 1  #: of which the round was made
     clients: tuple[int, ...] = ()  #: whose replies count, in the order of stacked uploads
     repeated: int = 0  #: exchanges of the run that a crash had repeated
@@ -198,6 +199,15 @@ class Reduced:
 
     def __getitem__(self, key: str) -> Tensor:
         return self.values[key]
+
+    def spread_beside(self, update: Tensor) -> Tensor:
+        """The spread of updates as long as this one is, which earlier parts (a server's rate,
+        FedNova) made of the mean."""
+        assert self.spread is not None
+        if self.mean is None or update is self.mean:
+            return self.spread
+        length = self.mean.square().sum()
+        return self.spread * (update.square().sum() / length).item() if length else self.spread
 
 
 @dataclass(frozen=True)

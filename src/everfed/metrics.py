@@ -79,9 +79,14 @@ def auc(scores: np.ndarray, y: np.ndarray) -> float:
     n, m = int(positive.sum()), int((~positive).sum())
     if not n or not m:
         return math.nan
-    _, which, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    _, which, counts = np.unique(_told(scores), return_inverse=True, return_counts=True)
     places = (np.cumsum(counts) - (counts - 1) / 2)[which]  # equal scores share the middle place
     return float((places[positive].sum() - n * (n + 1) / 2) / (n * m))
+
+
+def _told(scores: np.ndarray) -> np.ndarray:
+    """Scores of which those that are no numbers are below all others."""
+    return np.where(np.isnan(scores), -np.inf, scores)
 
 
 def ranks(scores: np.ndarray, y: np.ndarray, lists: np.ndarray) -> np.ndarray:
@@ -91,7 +96,7 @@ def ranks(scores: np.ndarray, y: np.ndarray, lists: np.ndarray) -> np.ndarray:
     >>> ranks(np.array([.2, .9, .1, .5, .5]), np.array([1, 0, 0, 1, 0]), np.array([7, 7, 7, 8, 8]))
     array([2. , 1.5])
     """
-    best = np.flatnonzero(y > 0)
+    scores, best = _told(scores), np.flatnonzero(y > 0)
     known, which = np.unique(lists[best], return_inverse=True)
     if len(known) != len(best):
         raise EverfedError("every list of candidates needs exactly one positive sample")

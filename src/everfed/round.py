@@ -461,6 +461,7 @@ class Rounds:
                     fed.round,
                     self._task(fed),
                     layers if part.layered else whole,
+                    values.get("update"),
                     self.method.needs.exchanges,
                     tuple(sorted(answer.mine)),
                     self.ledger.begun - fed.asked,

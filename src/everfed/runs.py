@@ -637,6 +637,11 @@ def check(
         raise EverfedError(f"sample must be a whole number of at least 1, not {sample!r}")
     if sample is not None and sample > stream.clients:
         raise EverfedError(f"sample is {sample}, but the stream has {stream.clients} clients")
+    if sample is not None and stream.draws is not None and sample < stream.draws:
+        raise EverfedError(
+            f"the stream draws cohorts of {stream.draws} itself, and shares their data out among "
+            f"all of them: leave out sample, or set the stream's cohort to {sample}"
+        )
     if (sample or stream.clients) < method.least:
         raise EverfedError(
             f"{method.name} needs {method.least} clients a round, and {sample or stream.clients} "

@@ -67,11 +67,12 @@ class Seen:
 
 def observe(module: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor]) -> Seen:
     """Run a module's forward pass on a batch and look at what its layers are fed with."""
-    fed, normed = [x], []
+    fed, normed = x, []
 
     def see(child: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal fed
         if not isinstance(child, _BatchNorm):
-            fed.append(inputs[0])
+            fed = inputs[0]
         elif child.running_mean is not None and child.running_var is not None:
             normed.append((inputs[0], child.running_mean, child.running_var))
 
@@ -81,7 +82,7 @@ def observe(module: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor]) -
             if weights or isinstance(child, _BatchNorm):
                 hooks.callback(child.register_forward_pre_hook(see).remove)
         z = forward(x)
-    return Seen(z, fed[-1].flatten(1), normed)
+    return Seen(z, fed.flatten(1), normed)
 
 
 class Compute(ABC):

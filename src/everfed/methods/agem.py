@@ -40,11 +40,12 @@ class Projection(Rehearsal):
 
 
 @register("Chaudhry et al. 2019")
-def agem(memory: PositiveInt = 400, average: Average = "samples") -> Method:
+def agem(memory: PositiveInt = 400, per_task: bool = False, average: Average = "samples") -> Method:
     """Local steps are projected so that they do not raise a memory batch's loss.
 
     Args:
         memory: samples that a client keeps in all, shared by its data sets and their classes.
+        per_task: keep as many of each data set, as C-FLAG does.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
-    return Method(Projection(memory), average=average, name="agem")
+    return Method(Projection(memory, per_task), average=average, name="agem")

@@ -276,9 +276,14 @@ class CFlag(Track):
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         if "rates" not in r.values:  # no memory yet
             return update, {}
-        gamma = forgetting_of_step(-update, r["along"], r["alpha"], r["f2"], self.lipschitz)
+        along, f2 = self.beside_memory(update, r)
+        gamma = forgetting_of_step(-update, along, r["alpha"], f2, self.lipschitz)
         known = {key: r[key] for key in ("lambda", "rates", "constant", "helps")}
         return update, known | {"gamma": gamma, "hurts": r.n - r["helps"]}
+
+    def beside_memory(self, update: Tensor, r: Reduced) -> tuple[Tensor, Tensor]:
+        """<grad f, dx> and |grad f|^2; grad f is at the clients, who sent these."""
+        return r["along"], r["f2"]
 
     def metrics(self, s: State) -> dict[str, float]:
         return {name: float(s[key]) for key, name in METRICS.items()} if "gamma" in s else {}
@@ -337,21 +342,37 @@ class Once(CFlag):
         return update, about | new, {"g": new["g"], "f": new["f"], "at": at}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        return update, super().fold(s, update, r)[1] | {"g": r["g"]} | _memory_of(r)
+        return update, super().fold(s, update, r)[1] | {"g": r["g"]} | _memory_of(r, r.round)
+
+    def beside_memory(self, update: Tensor, r: Reduced) -> tuple[Tensor, Tensor]:
+        f = r["f"] / r["has"]  # at x; clients have stepped along estimates of it
+        return dot(f, -update), sq(f)
 
     def close(self, w: Tensor, c: Context) -> tuple[State, State]:
         _, mine = super().close(w, c)
         up = self.remembered(w, self.drawn(mine["ids"], c.round + 1, c), c)
-        at = torch.full_like(c.mine["at"], c.round)
+        at = torch.full_like(c.mine["at"], _closing(c.round))
         return up, mine | {"f": up["f"], "at": at}
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
-        return _memory_of(r) if r.n else {}
+        if not r.n:
+            return {}
+        kept = _memory_of(r, _closing(r.round))
+        if "cohort" in s:  # all clients close a task, of whom as few as before will train
+            kept["total"] = kept["total"] * s["cohort"] / kept["cohort"]
+            kept["cohort"] = s["cohort"]
+        return kept
 
 
-def _memory_of(r: Reduced) -> State:
+def _closing(round_: int) -> int:
+    """The time of a task's end after that round, which is not the round's own: a client may have
+    trained and not closed."""
+    return -2 - round_
+
+
+def _memory_of(r: Reduced, at: int) -> State:
     """What the server keeps of the cohort's memories until the next round."""
-    kept = {"at": torch.tensor(r.round), "total": torch.tensor(r.weight)}
+    kept = {"at": torch.tensor(at), "total": torch.tensor(r.weight)}
     kept["cohort"] = torch.tensor(float(r.n))
     return kept | ({"f": r["f"] / r["has"]} if r["has"] else {})
 

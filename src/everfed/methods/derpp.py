@@ -56,6 +56,7 @@ def derpp(
     alpha: NonNegativeFloat = 0.1,
     beta: NonNegativeFloat = 0.5,
     memory: PositiveInt = 400,
+    per_task: bool = False,
     average: Average = "samples",
 ) -> Method:
     """Dark experience replay: a ring memory of samples, their labels and the outputs of then.
@@ -64,6 +65,7 @@ def derpp(
         alpha: weight of the distance to the stored outputs.
         beta: weight of the loss on the stored labels; 0 is DER.
         memory: samples that a client keeps in all, shared by its data sets and their classes.
+        per_task: keep as many of each data set, as C-FLAG does.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
-    return Method(DarkReplay(memory, alpha, beta), average=average, name="derpp")
+    return Method(DarkReplay(memory, per_task, alpha, beta), average=average, name="derpp")

@@ -6,8 +6,9 @@ Every client keeps a ring memory, and every step takes as many samples of it as 
     step along  1/2 (grad CE(batch) + grad CE(memory batch))
 
 The memory holds `memory` samples, shared evenly by the client's data sets (tasks) and their
-classes; of each the newest replace the oldest. Samples of the current data set are kept, but not
-replayed while it lasts, so with one data set (and in the first task) this is FedAvg.
+classes, or so many of each (`per_task`); of each the newest replace the oldest. Samples of the
+current data set are kept, but not replayed while it lasts, so with one data set (and in the first
+task) this is FedAvg.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Rehearsal(Part):
 
     remembers = ("ids",)
     memory: PositiveInt = 400
+    per_task: bool = False
 
     def client_init(self, w: Tensor) -> State:
         none = torch.zeros(0, dtype=torch.int64)
@@ -56,9 +58,12 @@ class Rehearsal(Part):
 
     def remember(self, w: Tensor, c: Context) -> State:
         old, fresh = self.past(c), rng(c.seed, "ring", c.round, c.client).permutation(c.ids)
+        if self.per_task:
+            fresh = fresh[memory.ring(c.labels(fresh), self.memory)]
         block = np.concatenate([c.mine["block"][old].numpy(), np.full(len(fresh), c.block)])
+        most = self.memory * (len(np.unique(block)) if self.per_task else 1)
         labels = c.labels(np.concatenate([c.mine["ids"][old].numpy(), fresh]))
-        kept = memory.ring(block * (labels.max() + 1) + labels, c.fits(self.memory))
+        kept = memory.ring(block * (labels.max() + 1) + labels, c.fits(most))
         old, fresh = old[kept[kept < len(old)]], fresh[kept[kept >= len(old)] - len(old)]
         new = {"ids": torch.from_numpy(fresh), "block": torch.full((len(fresh),), c.block)}
         new |= self.about(w, fresh, c)
@@ -81,11 +86,12 @@ class Replay(Rehearsal):
 
 
 @register("Chaudhry et al. 2019")
-def er(memory: PositiveInt = 400, average: Average = "samples") -> Method:
+def er(memory: PositiveInt = 400, per_task: bool = False, average: Average = "samples") -> Method:
     """Experience replay: every batch is half current samples, half samples of a ring memory.
 
     Args:
         memory: samples that a client keeps in all, shared by its data sets and their classes.
+        per_task: keep as many of each data set, as C-FLAG does.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
-    return Method(Replay(memory), average=average, name="er")
+    return Method(Replay(memory, per_task), average=average, name="er")

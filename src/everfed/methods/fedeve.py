@@ -62,11 +62,10 @@ class FedEve(Part):
         return w.add(s["m"], alpha=self.server_lr), {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        assert r.spread is not None
         sizes = s["sizes"].to(update)
         surprise = update - s["m"] if self.q_mode == "innovation" else update
         total = stack([part @ part for part in split(surprise, s["sizes"].tolist())])
-        period, client = total / (r.n * sizes), r.spread.to(update) / r.n
+        period, client = total / (r.n * sizes), r.spread_beside(update).to(update) / r.n
         prior = s["var"] + period
         gain = where(prior + client > 0, prior / (prior + client), ones_like(prior))
         each = gain.repeat_interleave(s["sizes"].to(gain.device)) if self.layered else gain

@@ -12,9 +12,8 @@ the teacher, and descend, with phi the features and h the head (the last layer),
 
     CE(new classes; real inputs) + ft CE(h(phi), y) + kd |h_old(phi) - h_old(phi_old)|^2 / C_old
 
-where the second term moves the head alone, and the third, with the teacher's head, all but the
-head. In a vector these are gradients whose other coordinates are left out. ft = kd = 0 is FedAvg
-with the first term.
+where the second term moves the head alone, as its features are held, and the third, with the
+teacher's head, all but the head. ft = kd = 0 is FedAvg with the first term.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from torch.nn import functional as F
 
 from everfed.chance import rng, torch_seed
 from everfed.compute.base import Seen
+from everfed.errors import EverfedError
 from everfed.generators import (
     Generator,
     adam,
@@ -65,12 +65,19 @@ def normal_kl(m: Tensor, v: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     return 0.5 * ((variance / v).log() + (v + (m - mean).square()) / variance - 1)
 
 
-def in_head(layout: Layout, like: Tensor) -> Tensor:
-    """Which coordinates of the vector are the last layer's, (d,)."""
-    out = torch.zeros(layout.d, dtype=torch.bool, device=like.device)
-    for slot in layout.names(layout.layers()[-1]):
-        out[slot.start : slot.stop] = True
-    return out
+def head(layout: Layout, w: Tensor, features: Tensor) -> Tensor:
+    """The last layer of the model w, (d,), on features (n, width): outputs (n, classes)."""
+    last = layout.names(layout.layers()[-1])
+    weight, *bias = (slot.view(w[slot.start : slot.stop]) for slot in last)
+    return F.linear(features, weight, *bias)
+
+
+def check_head(layout: Layout, w: Tensor, seen: Seen) -> None:
+    """Raise EverfedError where `head` is not what the model w, (d,), ends with."""
+    shape = (seen.z.shape[-1], seen.features.shape[-1])
+    dense = layout.names(layout.layers()[-1])[0].shape == shape
+    if not dense or not torch.allclose(head(layout, w, seen.features), seen.z, 1e-3, 1e-4):
+        raise EverfedError("mfcl needs a model that ends with the dense layer defined last")
 
 
 @dataclass(frozen=True)
@@ -108,19 +115,25 @@ class DataFree(Part):
             check_inputs(real, c.inputs, "mfcl")
         if "generator" not in c.down:
             return g
-        head, teacher = in_head(c.layout, w), c.down["teacher"]
+        teacher = c.down["teacher"]
         with torch.no_grad():
             x = torch.cat([real, self.draw(c)])
-            u = c.forward(teacher, x, train=False, buffers=c.down["buffers"]).z
+            seen = c.forward(teacher, x, train=False, buffers=c.down["buffers"])
+            if c.step == 0:
+                check_head(c.layout, teacher, seen)
+            u = seen.z
             y = torch.cat([labels, among(u, c.known)[len(real) :].argmax(1)])
         with torch.enable_grad():
             v = w[0].detach().requires_grad_()
-            z = among(c.forward(v, x, train=True).z, c.seen)
+            phi = c.forward(v, x, train=True).features
+            z = among(head(c.layout, v, phi.detach()), c.seen)
             (tuned,) = torch.autograd.grad(F.cross_entropy(z, y), v)
-            v = torch.where(head, teacher, w[0]).requires_grad_()
-            z = c.forward(v, x, train=True).z
-            (kept,) = torch.autograd.grad(F.mse_loss(known(z, c), known(u, c)), v)
-        return g + self.ft * tuned * head + self.kd * kept * ~head
+            change = self.ft * tuned
+            if phi.requires_grad:  # there are layers below the head
+                z = known(head(c.layout, teacher, phi), c)
+                (kept,) = torch.autograd.grad(F.mse_loss(z, known(u, c)), v)
+                change = change + self.kd * kept
+        return g + change
 
     def draw(self, c: Context) -> Tensor:
         """A batch of the generator, (size, *shape)."""

@@ -60,6 +60,7 @@ def nccl(
     lipschitz: PositiveFloat = 5.0,
     clip: PositiveFloat = 1.0,
     memory: PositiveInt = 400,
+    per_task: bool = False,
     average: Average = "samples",
 ) -> Method:
     """Steps along a memory batch's and the current gradient, at rates that adapt.
@@ -69,6 +70,9 @@ def nccl(
         lipschitz: the paper's L; it needs alpha < 1/lipschitz.
         clip: the largest rate along the current gradient, in alphas; inf takes the guards away.
         memory: samples that a client keeps in all, shared by its data sets and their classes.
+        per_task: keep as many of each data set, as C-FLAG does.
         average: "samples" weighs clients by their samples, "uniform" counts them alike.
     """
-    return Method(AdaptiveSteps(memory, alpha, lipschitz, clip), average=average, name="nccl")
+    return Method(
+        AdaptiveSteps(memory, per_task, alpha, lipschitz, clip), average=average, name="nccl"
+    )

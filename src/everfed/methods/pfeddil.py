@@ -44,6 +44,12 @@ def belongs(head: Tensor, features: Tensor) -> Tensor:
     return features @ head[:-1] + head[-1]
 
 
+def features(w: Tensor, x: Tensor, c: Context) -> Tensor:
+    """What the last layer of the model w is fed with, (n, width)."""
+    pieces = (c.forward(w, some, train=False).features for some in torch.split(x, 512))
+    return torch.cat([*pieces])
+
+
 def matched(scores: Tensor, threshold: float) -> int | None:
     """The model to go on with; None: a new one."""
     if not len(scores) or scores.max() < threshold:
@@ -94,10 +100,7 @@ class Bank(Part):
             if int(c.scratch["own"]["task"]) != c.task:
                 x, count = c.samples(c.ids)[0], int(c.down["open"])
                 models = zip(c.down["bank"][:count], c.down["heads"][:count], strict=True)
-                found = [
-                    belongs(h, c.forward(v, x, train=False).features).sigmoid().mean()
-                    for v, h in models
-                ]
+                found = [belongs(h, features(v, x, c)).sigmoid().mean() for v, h in models]
                 scores = torch.stack(found) if found else x.new_zeros(0)
                 slot = matched(scores, self.threshold)
                 new = {"task": c.task, "slot": count if slot is None else slot}
@@ -125,9 +128,11 @@ class Bank(Part):
     def fit(self, w: Tensor, slot: int, c: Context) -> Tensor:
         """The head that tells the client's inputs from spoiled ones, on fixed features."""
         x = c.samples(c.ids)[0]
+        if not x.is_floating_point():
+            raise EverfedError("pfeddil spoils inputs, so they must be floats, not tokens or rows")
         others = spoiled(x, rng(c.seed, "spoiled", c.round, c.client))
         with torch.no_grad():
-            real, bad = (c.forward(w, some, train=False).features for some in (x, others))
+            real, bad = (features(w, some, c) for some in (x, others))
         known = slot < len(c.down["heads"])
         first = c.down["heads"][slot].clone() if known else real.new_zeros(real.shape[1] + 1)
         head = first.requires_grad_()

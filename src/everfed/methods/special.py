@@ -5,7 +5,8 @@ SPECIAL (eq. 6), theta_{i-1} the model at the end of the previous task, none in 
     theta_bar = theta + gamma_G mean_m (theta_m - theta),    gamma_G = 1 / i in task i
     theta <- (theta_bar + lambda theta_{i-1}) / (1 + lambda)
 
-SPECIAL-C does it at the clients, after every local epoch, with 2 lambda (its prox has a 1/2):
+SPECIAL-C does it at the clients, after every local epoch, with 2 lambda (its prox has a 1/2), and
+has the same server rate:
 
     y <- (x + 2 lambda theta_{i-1}) / (1 + 2 lambda)
 
@@ -130,7 +131,7 @@ def special(
 @register("SPECIAL: Server-Proximal Aggregation")
 def special_c(
     lam: NonNegativeFloat = 0.2,
-    server_lr: PositiveFloat | Literal["1/task"] = 1.0,
+    server_lr: PositiveFloat | Literal["1/task"] = "1/task",
     average: Average = "uniform",
 ) -> Method:
     """SPECIAL's anchor at the clients.

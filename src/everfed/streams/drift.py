@@ -143,7 +143,7 @@ def look(stream: Stream, seed: int) -> Look:
         sizes = sizes[sizes > 0] if sizes.any() else sizes.ravel()
         labels, js, moved = Estimate(), math.nan, math.nan
         if before is not None:
-            labels = _change(pooled, before[0], random)
+            labels = change(pooled, before[0], random)
             js = jensen_shannon(pooled, before[0])
             moved = shift(inputs, before[1])
         tasks.append(
@@ -183,8 +183,8 @@ def cohorts(stream: Stream, sample: int | None, seed: int, rounds: int = MOMENTS
         return None
     most, random = max(map(len, held)), rng(seed, "cohorts")
     same = np.array([np.pad(own, ((0, most - len(own)), (0, 0))) for own in held])
-    period = _drift(same.sum(1, keepdims=True), random)
-    if math.isnan(period.value):  # every round has the same samples
+    period = _drift(same.sum(1, keepdims=True), random, still=True)
+    if math.isnan(period.value):  # a single round
         period = Estimate(0.0, 0.0)
     size = float(np.mean([(own.sum(1) > 0).sum() for own in held]))
     return Cohorts(size, period, _skew(same, random))
@@ -288,23 +288,26 @@ def _skew(held: np.ndarray, random: np.random.Generator) -> Estimate:
     return _estimate(values, chance)
 
 
-def _drift(held: np.ndarray, random: np.random.Generator) -> Estimate:
-    """Mean distance of consecutive data sets of each client that change."""
+def _drift(held: np.ndarray, random: np.random.Generator, still: bool = False) -> Estimate:
+    """Mean distance of consecutive data sets of each client that change; with `still` those that do
+    not change count as well."""
     if held.shape[2] < 2:
         return Estimate()
     values, chance = [], []
     for before, now in pairwise(held):
         for a, b in zip(before, now, strict=True):
-            if a.sum() and b.sum() and not np.array_equal(a, b):
-                own = _change(a, b, random, FEW)
+            same = np.array_equal(a, b)
+            if a.sum() and b.sum() and (still or not same):
+                own = Estimate(0.0, 0.0) if same else change(a, b, random, FEW)
                 values.append(own.value)
                 chance.append(own.chance)
     return _estimate(values, chance)
 
 
-def _change(
+def change(
     a: np.ndarray, b: np.ndarray, random: np.random.Generator, draws: int = DRAWS
 ) -> Estimate:
+    """Distance of two rows of counts, and what two draws from both together would have."""
     if len(a) < 2 or not a.sum() or not b.sum():
         return Estimate()
     first, second = (_draws(int(own.sum()), a + b, random, draws) for own in (a, b))

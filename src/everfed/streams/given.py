@@ -106,9 +106,9 @@ def given(
         ids = np.union1d(ids, held[data.client[held] >= 0])
     owners = data.client[ids]
     counts = np.bincount(owners)
-    takes_part = np.ones(len(counts), dtype=bool)
+    takes_part = counts > 0
     if test == "users":
-        there = np.flatnonzero(counts)
+        there = np.flatnonzero(takes_part)
         drawn = rng(0, "held out users").permutation(there)[: max(1, round(share * len(there)))]
         takes_part[drawn] = False
         held = ids[~takes_part[owners]]
@@ -116,9 +116,10 @@ def given(
         last = _last(owners, counts, share, drawn=not data.ordered)
         held, ids, owners = ids[last], ids[~last], owners[~last]
         counts = np.bincount(owners, minlength=len(counts))
+        takes_part &= counts > 0
     if least > 1:
-        small = takes_part & (counts < least) & (counts > 0)
-        few = f"{small.sum()} of {np.sum(takes_part & (counts > 0))} users with fewer than {least}"
+        small = takes_part & (counts < least)
+        few = f"{small.sum()} of {takes_part.sum()} users with fewer than {least}"
         lost = f"{few} samples are left out, {counts[small].sum()} samples"
         if small.any() and lost not in data.notes:
             data = replace(data, notes=(*data.notes, lost))

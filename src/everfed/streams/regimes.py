@@ -43,6 +43,10 @@ class Regimes(Stream):
     prior: bool
     seed: int | None = None
 
+    @property
+    def draws(self) -> int:  # type: ignore[override]
+        return self.cohort
+
     @cached_property
     def _labels(self) -> np.ndarray:
         return kinds(self.data, self.clients)

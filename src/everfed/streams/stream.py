@@ -40,6 +40,8 @@ class Stream(ABC):
     task_classes: tuple[tuple[int, ...], ...] | None = None
     #: what `everfed stream` counts: samples of each class, or of each domain
     counted: Literal["class", "domain"] = "class"
+    #: clients of a round, where the stream draws them
+    draws: int | None = None
     #: whether a client is another one in every round, so that it cannot keep a state
     stateless: bool = False
 
