@@ -192,6 +192,17 @@ def test_channels_of_a_pixel_stay_together():
     assert before == after
 
 
+def test_split_tiny_imagenet_of_real_images(data_dir):
+    """Ten tasks of 20 classes, tested on what the file calls val."""
+    sources = {"images": ["tiny_imagenet", "tinyimagenet32_200cls_jpeg.npz"]}
+    data = ef.data.join_files(sources, data_dir, limit=2000)
+    assert (len(data.train), len(data.test), data.classes) == (2000, 4000, 200)
+    stream = ef.streams.classes(data, tasks=10, clients=5, head="task").seeded(0)
+    held = [{*data.y[stream.test(task)].tolist()} for task in range(10)]
+    assert [len(own) for own in held] == [20] * 10
+    assert len(set.union(*held)) == 200
+
+
 def test_permuted_mnist_from_a_configuration(data_dir):
     values = {
         "data_dir": str(data_dir),

@@ -124,10 +124,10 @@ def read_idx(path: Path, digest: str | None = None) -> np.ndarray:
 def npz(
     file: str, folder: str | Path | None = None, client: str | None = None, task: str | None = None
 ) -> Data:
-    """Arrays from an .npz file: x_train, y_train, x_test, y_test, or x and y (a fifth is held out).
-    Labels are whole numbers from 0 on, or text, which is sorted.
-    Images may be JPEG files end to end, jpeg_train in the place of x_train, with the places where
-    they begin (and the last ends) in offset_train.
+    """Arrays from an .npz file: x_train, y_train, x_test, y_test (or x_val, y_val where nothing is
+    named _test), or x and y (a fifth is held out). Labels are whole numbers from 0 on, or text,
+    which is sorted. Images may be JPEG files end to end, jpeg_train in the place of x_train, with
+    the places where they begin (and the last ends) in offset_train.
 
     Args:
         file: its path, in the data folder if it is relative.
@@ -140,6 +140,9 @@ def npz(
     if not path.is_absolute():
         path = data_folder(folder) / path
     found = read_npz(path)
+    if not any(name.endswith("_test") for name in found):
+        found = {name.removesuffix("_val") + "_test" if name.endswith("_val") else name: own
+                 for name, own in found.items()}  # fmt: skip
     for part in ("train", "test"):
         if f"jpeg_{part}" in found and f"offset_{part}" in found:
             files, ends = found.pop(f"jpeg_{part}"), found.pop(f"offset_{part}")

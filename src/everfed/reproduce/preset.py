@@ -61,6 +61,8 @@ MEASURES: dict[str, Callable[[Sequence[Record]], float]] = {
     "BWT": lambda records: 100 * summarise(records).bwt,
     "worst drop": lambda records: 100 * summarise(records).worst_drop,
     "rounds to best": lambda records: summarise(records).rounds_to_best,
+    "s/round": lambda records: summarise(records).seconds_per_round,
+    "client MB": lambda records: summarise(records).client_mb,
     "information loss": lambda records: mean(records, "information_loss"),
     "last 10": lambda records: 100 * float(scores(records)[-10:].mean()),
     "swing": lambda records: 100 * swing(scores(records)[-50:]),
