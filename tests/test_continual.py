@@ -217,7 +217,9 @@ def test_flwf2t_shares_must_leave_room():
 
 # memories -----------------------------------------------------------------------------------------
 REHEARSALS = [
-    build(memory=9) for build in (ef.methods.er, ef.methods.agem, ef.methods.derpp, ef.methods.nccl)
+    build(**size)
+    for build in (ef.methods.er, ef.methods.agem, ef.methods.derpp, ef.methods.nccl)
+    for size in ({"memory": 9}, {"memory": 3, "per_task": True})
 ]
 
 
@@ -243,11 +245,17 @@ def test_memories_are_bounded_and_belong_to_clients(method):
     assert set(game.fed.clients) == set(met)
 
 
-CLOSING = [ef.methods.refed(memory=12, steps=1), Method(ef.methods.Exemplars(12))]
+#: and how many of a task's six samples are kept
+CLOSING = [
+    (ef.methods.refed(memory=12, steps=1), 6),
+    (Method(ef.methods.Exemplars(12)), 6),
+    (ef.methods.cflag(memory=4, lipschitz=2.0), 4),
+    (ef.methods.cflag(memory=4, lipschitz=2.0, exchanges=1), 4),
+]
 
 
-@pytest.mark.parametrize("method", CLOSING, ids=lambda m: m.name)
-def test_memories_made_at_a_tasks_end_belong_to_clients(method):
+@pytest.mark.parametrize(("method", "of_task"), CLOSING)
+def test_memories_made_at_a_tasks_end_belong_to_clients(method, of_task):
     """The same where memories are made at the end of a task, by everyone."""
     tasks = [[(np.ones((6, 1)), np.arange(6.0)[:, None] + i) for i in range(5)]] * 3
     game = Game(method, tasks, rounds=2, local=Local(lr=0.1, batch=4), sample=2)
@@ -258,7 +266,7 @@ def test_memories_made_at_a_tasks_end_belong_to_clients(method):
             assert len(set(kept)) == len(kept) <= 12
             assert set(game.stream.data.client[kept]) <= {i}
             assert set(game.stream.data.task[kept]) <= set(range((t + 1) // 2))
-            assert len(kept) == min(12, 6 * ((t + 1) // 2)) or not t % 2
+            assert len(kept) == min(12, of_task * ((t + 1) // 2)) or not t % 2
 
 
 def test_a_ring_holds_the_newest_of_every_class():

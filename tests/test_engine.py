@@ -345,6 +345,31 @@ def test_the_engine_says_what_it_chose(digits):
     assert alone.engine.endswith("one client at a time")
 
 
+def test_large_samples_go_through_in_smaller_pieces(digits, monkeypatch):
+    """Tests and full gradients take 16 samples of 64 numbers at once where there is no room for
+    more, and give the same."""
+    largest = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            largest.append(len(x))
+            return super().forward(x.flatten(1))
+
+    def play():
+        largest.clear()
+        torch.manual_seed(0)
+        method, stream = ef.methods.mimelite(0.5), static(digits, rounds=2, clients=2)
+        result = ef.run(method, stream, Watched(64, 10), **FAST)
+        return result, max(largest)
+
+    whole, most = play()
+    monkeypatch.setattr("everfed.client.SLICE_FLOATS", 64 * 16)
+    pieces, few = play()
+    assert most > 500
+    assert few == 32  # a batch of training, or twice 16 in tests
+    torch.testing.assert_close(pieces.vector, whole.vector)
+
+
 @pytest.mark.parametrize("name", ["fedavg", "mimelite", "fedtrack"])
 def test_large_cohorts_go_through_in_groups(digits, monkeypatch, name):
     """Grouping changes memory, not results."""

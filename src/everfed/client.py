@@ -38,6 +38,8 @@ GATHER = 2**24
 #: samples of one slice when a gradient over all of a client's data is taken: at most, and of which
 #: it is a multiple, because a library of convolutions gets ready for every new shape
 SLICE, UNIT = 512, 16
+#: and floats of its inputs at most, which counts for large images
+SLICE_FLOATS = 2**21
 #: a client trains on its own rows of a table alone where they are at most one in so many
 FEW = 4
 
@@ -225,7 +227,7 @@ class Phase(Context):
     ) -> Tensor:
         total = torch.empty(0)
         sizes = [len(own) for own in held]  # the largest first, so that a slice takes a prefix
-        for begin, end in _slices(sizes):
+        for begin, end in self.program.slices(sizes):
             active = sum(size > begin for size in sizes)
             # who has fewer samples repeats them, with weight 0
             ids = np.stack([np.resize(own[begin:end], end - begin) for own in held[:active]])
@@ -252,7 +254,7 @@ class Phase(Context):
             random = rng(self.seed, "hutchinson", self.round, job.client)
             signs = torch.from_numpy(random.integers(0, 2, (probes, self.layout.d)) * 2 - 1).to(w)
             signs[:, :since] = 0
-            for begin, end in _slices([len(job.trains_on)]):
+            for begin, end in p.slices([len(job.trains_on)]):
                 ids = torch.from_numpy(job.trains_on[begin:end])
                 own = (*p.table.take(ids, w.dtype), p.objective(self.task), signs)
                 share = len(ids) / len(job.trains_on)
@@ -386,6 +388,21 @@ class ClientProgram:
         out[self.data.test] = True
         out[self.data.train] = False
         return out
+
+    @cached_property
+    def at_once(self) -> int:
+        """Samples that go through the model at once when a client's gradient is measured."""
+        fit = SLICE_FLOATS // max(1, math.prod(self.data.x.shape[1:]))
+        return max(UNIT, min(SLICE, fit) // UNIT * UNIT)
+
+    def slices(self, sizes: list[int]) -> Iterator[tuple[int, int]]:
+        """Ranges of clients' samples; a client's end in the last UNIT of one."""
+        begin = 0
+        for size in sorted({min(-(-size // UNIT) * UNIT, max(sizes)) for size in sizes}):
+            while begin < size:
+                end = min(size, begin + self.at_once)
+                yield begin, end
+                begin = end
 
     def run(self, ask: Ask, jobs: list[Job]) -> Iterator[Reply]:
         """Answer for all these clients, in groups that fit."""
@@ -538,7 +555,7 @@ class ClientProgram:
             len(jobs) == 1 and jobs[0].trains_on.max() >= real
         ):  # only single clients have statistics
             ids = torch.from_numpy(jobs[0].ids)
-            pieces = (ids[slice(*cut)] for cut in _slices([len(ids)]))
+            pieces = (ids[slice(*cut)] for cut in self.slices([len(ids)]))
             self.compute.renew(w, (self.data.take(own, w.dtype)[0] for own in pieces))
         return self._finish(ask, phase, w, w - begun, losses)
 
@@ -679,16 +696,6 @@ class ClientProgram:
             uploads = self._hook("seal", i, phase)(uploads)
             losses = torch.full_like(losses, torch.nan)  # a loss is not among what is sealed
         return Reply(jobs, uploads, phase.weight[:, 0], mine, losses)
-
-
-def _slices(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of samples; a client's end in the last UNIT of one. At most SLICE long."""
-    begin = 0
-    for size in sorted({min(-(-size // UNIT) * UNIT, max(sizes)) for size in sizes}):
-        while begin < size:
-            end = min(size, begin + SLICE)
-            yield begin, end
-            begin = end
 
 
 def _epoch_ends(plans: list[Plan]) -> Tensor:

@@ -24,8 +24,6 @@ from everfed.reduce import Reducer, reducer
 
 #: seconds of estimated work in a round from which forked workers pay
 WORTH = 0.015
-#: test samples that go through the model at once
-TEST_BATCH = 1024
 
 ClientStates = dict[int, list[State]]
 
@@ -188,12 +186,13 @@ class LocalEngine:
         of each set's samples."""
         p = self.program
         p.compute.load_buffers(buffers)
-        objective = p.objective(task, new=False)
+        # without a way back twice as many samples fit
+        objective, batch = p.objective(task, new=False), 2 * p.at_once
         out = torch.zeros(len(sets), 2, dtype=torch.float64)
         scores = [torch.zeros(len(ids)) for ids in sets if p.data.lists is not None]
         for row, ids in enumerate(sets):
-            for k in range(0, len(ids), TEST_BATCH):
-                x, y = p.data.take(torch.from_numpy(ids[k : k + TEST_BATCH]), w.dtype)
+            for k in range(0, len(ids), batch):
+                x, y = p.data.take(torch.from_numpy(ids[k : k + batch]), w.dtype)
                 z = p.compute.logits(w, x)
                 out[row, 1] += objective(z[None], x[None], y[None]).sum().double().cpu()
                 if scores:  # of label 1 beside label 0, or of the only output
