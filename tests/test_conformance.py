@@ -132,8 +132,9 @@ def small(name):
 def run(method, digits, rounds=3, **options):
     stream = ef.streams.domains(digits, clients=5, alpha=0.5, rounds=rounds)
     local = options.pop("local", ef.Local(lr=0.05, epochs=1, batch=32))
+    model, dtype = ef.models.mlp(64, 16, 10), options.pop("dtype", torch.float32)
     options = {"workers": 1, "sample": 3} | options
-    return ef.run(method, stream, ef.models.mlp(64, 16, 10), local=local, **options)
+    return ef.run(method, stream, lambda: model().to(dtype), local=local, **options)
 
 
 def distance(a, b) -> float:
@@ -144,9 +145,11 @@ def distance(a, b) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_engines_agree(name, digits):
     """Batched or one by one, one worker or two: the same model and the same traffic."""
-    alone = run(small(name), digits, grouping="single")
-    batched = run(small(name), digits, grouping="auto")
-    both = run(small(name), digits, grouping="auto", workers=2)
+    # models that play against generators amplify rounding, on some processors a thousandfold
+    dtype = torch.float64 if name == "fedcil" else torch.float32
+    alone = run(small(name), digits, grouping="single", dtype=dtype)
+    batched = run(small(name), digits, grouping="auto", dtype=dtype)
+    both = run(small(name), digits, grouping="auto", workers=2, dtype=dtype)
     assert distance(batched, alone) < 1e-5
     assert distance(both, alone) < 1e-5
     for other in (batched, both):
