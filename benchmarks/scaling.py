@@ -43,9 +43,9 @@ REASONS = {
     "fedprox": "one more pass over the model a step",
     "scaffold": "one more pass over the model a step, client states, a second upload",
     "mimelite": "a full gradient at the model received (as much work as an epoch), a pass a step",
-    "cfl_coreset": "choosing the core set; replay adds its samples from the second task on",
+    "cfl_coreset": "choosing the core set, and its samples",
     "cfl_regularization": "a forward pass over all data and the Fisher of the top layers",
-    "cflag": "a full gradient in the probe, one of every batch that is drawn again, and the table",
+    "cflag": "full gradients of data and memory, one of every batch that is drawn again, the table",
 }
 #: what two workers can gain, by counting
 SPLIT = """
@@ -59,9 +59,9 @@ are there to show that the factor depends on the work in a round.
 """.strip()
 #: what these costs must be, by counting; in braces what is measured beside the table
 COUNTED = """
-CPU time; the median of 30 turns, and in brackets where it lies with 95 %. What the extra work must
-cost, by counting. A step of W2 is 2 (2·784·200 + 3·200·10) flops for each of 7·32 samples, 143
-million, and a pass over the 7 models reads and writes 1.1 million numbers, 8.9 MB. Products and
+CPU time in the second task, where anchors pull and memories are replayed; the median of 30 turns,
+and in brackets where it lies with 95 %. What the extra work must cost, by counting. A step of W2 is
+2 (2·784·200 + 3·200·10) flops for each of 7·32 samples, 143 million, and a pass over the 7 models reads and writes 1.1 million numbers, 8.9 MB. Products and
 passes of these shapes had {flops:.0f} Gflop/s and {bytes:.0f} GB/s here, which makes
 {step:.1f} ms and {one_pass:.2f} ms: beside the products alone, a pass is {share:.0f} %.
 
@@ -72,7 +72,9 @@ passes of these shapes had {flops:.0f} Gflop/s and {bytes:.0f} GB/s here, which 
   larger than batches.
 - C-FLAG: an epoch's products in the probe, one in the steps, and the gradient at the start of
   those batches that are drawn after the first step: of m batches in m draws a share of 1 - (1 -
-  1/m)^(m-1), 0.61 on W2. That is 2.6, and there are six more passes over the models a step.
+  1/m)^(m-1), 0.61 on W2; and the memory's gradient, over 200 samples beside 285. That is 3.3, and
+  there are six more passes over the models a step. On W1 the memory is as large as the data.
+- CFL-Core-Set: 100 samples of the task before beside 285. On W1 few clients of a round have any.
 - CFL-Regularization: on W2, where the top layers are the whole model, a forward pass, a gradient
   and a squared gradient, 2.5 epochs' products; and it reads its 40 series of two vectors, 51 MB.
 """.strip()
