@@ -61,9 +61,10 @@ are there to show that the factor depends on the work in a round.
 COUNTED = """
 CPU time in the second task, where anchors pull and memories are replayed; the median of 30 turns,
 and in brackets where it lies with 95 %. What the extra work must cost, by counting. A step of W2 is
-2 (2·784·200 + 3·200·10) flops for each of 7·32 samples, 143 million, and a pass over the 7 models reads and writes 1.1 million numbers, 8.9 MB. Products and
-passes of these shapes had {flops:.0f} Gflop/s and {bytes:.0f} GB/s here, which makes
-{step:.1f} ms and {one_pass:.2f} ms: beside the products alone, a pass is {share:.0f} %.
+2 (2·784·200 + 3·200·10) flops for each of 7·32 samples, 143 million, and a pass over the 7 models
+reads and writes 1.1 million numbers, 8.9 MB. Products and passes of these shapes had
+{flops:.0f} Gflop/s and {bytes:.0f} GB/s here, which makes {step:.1f} ms and {one_pass:.2f} ms:
+beside the products alone, a pass is {share:.0f} %.
 
 - FedProx: a pass in every step.
 - SCAFFOLD: a pass in every step that reads its shift as well (13 MB), and 7 more a round for
