@@ -116,7 +116,6 @@ def given(
         last = _last(owners, counts, share, drawn=not data.ordered)
         held, ids, owners = ids[last], ids[~last], owners[~last]
         counts = np.bincount(owners, minlength=len(counts))
-        takes_part &= counts > 0
     if least > 1:
         small = takes_part & (counts < least)
         few = f"{small.sum()} of {takes_part.sum()} users with fewer than {least}"
