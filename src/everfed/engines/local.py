@@ -133,14 +133,18 @@ class LocalEngine:
         self.workers = []
 
     def _shares(self, jobs: list[Job]) -> list[list[Job]]:
-        """Clients to workers, the largest first to the one with the least to do; of equals to the
-        last, because the first also has the server's work."""
+        """Clients to workers, the largest first to the one that would be done first; of equals to
+        the last, because the first also has the server's work. Where clients train together, a
+        step costs about as much again as one of its clients, however few there are: the longest
+        phase of a share, its first, counts twice."""
         shares: list[list[Job]] = [[] for _ in range(self.count)]
         load = [0] * self.count
+        together = self.program.width > 1
         for job in sorted(jobs, key=lambda job: (-len(job.ids), job.client)):
-            least = min(reversed(range(self.count)), key=load.__getitem__)
+            more = [len(job.ids) * (1 + (together and not own)) for own in shares]
+            least = min(reversed(range(self.count)), key=lambda k: load[k] + more[k])
             shares[least].append(job)
-            load[least] += len(job.ids)
+            load[least] += more[least]
         return shares
 
     def _spread(self, what: str, requests: list[Any]) -> list[Any]:
