@@ -70,6 +70,7 @@ ROWS = {
     "flwf2t": Row(methods.flwf2t, off={"alpha": 1.0, "beta": 0.0}),
     "er": Row(methods.er, {"memory": 30}),
     "agem": Row(methods.agem, {"memory": 30}),
+    "cflag_code": Row(methods.cflag_code, {"memory": 10}),
     "derpp": Row(methods.derpp, {"memory": 30}, off={"alpha": 0.0, "beta": 0.0}),
     "icarl": Row(methods.icarl, {"memory": 30}),
     "icarl means": Row(methods.icarl, {"memory": 30, "predict": "means"}),

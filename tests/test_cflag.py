@@ -160,7 +160,9 @@ def test_the_memory_is_balanced_and_frozen_during_a_task(digits):
     assert np.bincount(digits.y[kept[3]]).tolist() == [2] * 10
 
 
-BUDGETED = ["er", "agem", "derpp", "nccl", "icarl", "refed", "sr_fdil", "cfl_coreset", "cflag"]
+BUDGETED = [
+    "er", "agem", "derpp", "nccl", "icarl", "refed", "sr_fdil", "cfl_coreset", "cflag", "cflag_code",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BUDGETED)

@@ -220,7 +220,7 @@ REHEARSALS = [
     build(**size)
     for build in (ef.methods.er, ef.methods.agem, ef.methods.derpp, ef.methods.nccl)
     for size in ({"memory": 9}, {"memory": 3, "per_task": True})
-]
+] + [ef.methods.cflag_code(memory=3)]
 
 
 @pytest.mark.parametrize("method", REHEARSALS, ids=lambda m: m.name)
@@ -340,6 +340,29 @@ def test_agem_round():
     it is below: as in FedAvg, 0 -> .8 -> 1.44."""
     got = after_memory(ef.methods.agem(average="uniform"), (-1, 3))
     assert got == pytest.approx(1.44 / 2)
+
+
+# C-FLAG's released code ---------------------------------------------------------------------------
+def test_cflag_code_round():
+    """Two epochs of one step. A stays, as in A-GEM, but for the memory's step, 0 -> -.1. B goes 0 ->
+    .8 and then at 1/sqrt(2) of the rate to .8 + .64 / sqrt(2); its memory's step is 0 -> .3."""
+    got = after_memory(ef.methods.cflag_code(), (-1, 3), steps=None, epochs=2)
+    assert got == pytest.approx((-0.1 + 0.8 + 0.64 / 2**0.5 + 0.3) / 2)
+
+
+def test_cflag_code_trains_on_in_a_tasks_later_rounds():
+    """Its optimisers hold on to the first round's models, so that steps on current data are lost
+    from then on; and its rate shrinks from round to round. Here a round is a round: one client that
+    agrees with its memory goes on as if it had none, but for the memory's own step."""
+    tasks = [[(np.ones((1, 1)), np.full((1, 1), c))] for c in (4.0, 4.0)]
+    game = Game(ef.methods.cflag_code(), tasks, rounds=3, local=Local(lr=0.1, epochs=2, batch=8))
+    for _ in range(3):
+        game.play()
+    for _ in range(3):
+        left = 4 - float(game.fed.w)
+        # two steps of the data, the second at 1/sqrt(2) of the rate, and one of the memory
+        gone = 0.1 + 0.9 * 0.1 / 2**0.5 + 0.1
+        assert 4 - float(game.play()[0]) == pytest.approx(left * (1 - gone))
 
 
 # DER++ --------------------------------------------------------------------------------------------
@@ -635,7 +658,9 @@ class Normed(nn.Module):
 
 
 TAUGHT = ["lwf", "flwf2t", "icarl", "fedproto"]
-NEW = ["flwf2t", "er", "agem", "derpp", "nccl", "icarl", "fedproto", "refed", "sr_fdil"]
+NEW = [
+    "flwf2t", "er", "agem", "derpp", "nccl", "icarl", "fedproto", "refed", "sr_fdil", "cflag_code",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NEW)

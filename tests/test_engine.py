@@ -375,7 +375,7 @@ def test_large_cohorts_go_through_in_groups(digits, monkeypatch, name):
     """Grouping changes memory, not results."""
     method = ef.methods.METHODS[name].build()
     whole = ef.run(method, static(digits, 2, 30), ef.models.mlp(64, 10), **FAST)
-    monkeypatch.setattr("everfed.compute.sequence.ROOM", 650 * 4)
+    monkeypatch.setattr("everfed.compute.sequence.NEAR", 650 * 4)
     cut = ef.run(method, static(digits, 2, 30), ef.models.mlp(64, 10), **FAST)
     assert float((whole.vector - cut.vector).norm() / whole.vector.norm()) < 1e-5
 

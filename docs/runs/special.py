@@ -2,7 +2,7 @@
 special-digits (or special-pacs) is changed at a time. Runs are kept in runs/docs/special; what is
 finished is not run again.
 
-python docs/runs/special.py [NAME ...]    all, or some of lambda, clients, rounds, ...
+python docs/runs/special.py [NAME ...]    all, or some of figure2, lambda, clients, rounds, ...
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from everfed import compare as comparing
 from everfed import config as configs
 from everfed.metrics import summarise
-from everfed.records import collect
+from everfed.records import Loaded, collect
 from everfed.reproduce import preset
 
 HERE = Path(__file__).parent
@@ -77,32 +77,64 @@ SWEEPS = {
 
 def main(names: Sequence[str]) -> None:
     for name in names:
-        sweep = SWEEPS[name]
-        lines = [
-            ["", *(f"`{method}`" for method in sweep.methods)],
-            ["---"] * (1 + len(sweep.methods)),
-        ]
-        for row, changes in sweep.rows.items():
-            lines.append([row, *(cell(name, row, method, changes) for method in sweep.methods)])
+        lines = figure2() if name == "figure2" else table(name)
         text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
         (HERE / "results" / f"special-{name}.md").write_text(text)
 
 
-def cell(name: str, row: str, method: str, changes: dict[str, Any]) -> str:
-    """ACC and BWT of a method, mean over the seeds."""
+def table(name: str) -> list[list[str]]:
+    """A sweep: a row for each setting, a column for each method."""
     sweep = SWEEPS[name]
-    own = {"compare": {"methods": [method], "seeds": list(sweep.seeds)}}
-    values = preset.merged(preset.merged(preset.read(sweep.of).values, changes), own)
-    settings = configs.parse(values)
-    folder = Path("runs/docs/special") / name / row.replace(" ", "") / method
+    head = ["", *(f"`{method}`" for method in sweep.methods)]
+    lines = [head, ["---"] * len(head)]
+    for row, changes in sweep.rows.items():
+        place = f"{name}/{row.replace(' ', '')}"
+        cells = [
+            cell(runs(sweep.of, f"{place}/{m}", m, sweep.seeds, changes)) for m in sweep.methods
+        ]
+        lines.append([row, *cells])
+    return lines
+
+
+def runs(
+    of: str, place: str, method: str, seeds: Sequence[int], changes: dict[str, Any]
+) -> list[Loaded]:
+    """A method's runs of a preset with changed settings, seed by seed."""
+    own = {"compare": {"methods": [method], "seeds": list(seeds)}}
+    settings = configs.parse(preset.merged(preset.merged(preset.read(of).values, changes), own))
+    folder = Path("runs/docs/special") / place
     if not (folder / "compare.json").exists():
         comparing.create(settings, folder)
     comparing.run_all(settings, folder, jobs=1)
-    found = [summarise(run.records) for run in collect([folder])[method]]
-    acc = sum(summary.acc for summary in found) / len(found)
-    bwt = sum(summary.bwt for summary in found) / len(found)
+    return collect([folder])[method]
+
+
+def cell(found: Sequence[Loaded]) -> str:
+    """ACC and BWT, mean over the seeds."""
+    summaries = [summarise(run.records) for run in found]
+    acc = sum(summary.acc for summary in summaries) / len(summaries)
+    bwt = sum(summary.bwt for summary in summaries) / len(summaries)
     return f"{100 * acc:.1f} / {100 * bwt:+.1f}"
 
 
+def figure2() -> list[list[str]]:
+    """Accuracy on the first two domains while the second is learnt, mean over the seeds."""
+    shown = (1, 5, 10, 15, 20)
+    lines = [["round of the second domain", *map(str, shown)], ["---"] + ["---:"] * len(shown)]
+    for method in ("fedavg", "special_c", "special"):
+        found = runs("special-digits", f"figure2/{method}", method, SEEDS, {})
+        by: dict[tuple[int, int], list[float]] = {}
+        for record in (r for run in found for r in run.records):
+            if record["metric"] == "accuracy" and record["task"] == 1 and not record.get("end"):
+                by.setdefault((record["round"], record["on"]), []).append(record["value"])
+        begun = min(round_ for round_, _ in by)
+        cells = [
+            ", ".join(f"{100 * sum(own) / len(own):.0f}" for own in pair)
+            for pair in ((by[begun + t - 1, 0], by[begun + t - 1, 1]) for t in shown)
+        ]
+        lines.append([f"`{method}`: {', '.join(found[0].tasks[:2])}", *cells])
+    return lines
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(SWEEPS))
+    main(sys.argv[1:] or [*SWEEPS, "figure2"])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from everfed import curvature
 from everfed.chance import rng, torch_seed
-from everfed.compute import Compute, Objective, sequence
+from everfed.compute import Compute, Objective
 from everfed.compute.base import LossFunction, Seen, cross_entropy
 from everfed.data.table import Beside, Data
 from everfed.errors import EverfedError
@@ -35,6 +35,8 @@ Exchange = Literal["probe", "train", "close"]
 Change = Callable[[Tensor, Tensor], Tensor]
 #: floats of input that are gathered at once
 GATHER = 2**24
+#: and of one group's models and gradients of pieces
+ROOM = 2**25
 #: samples of one slice when a gradient over all of a client's data is taken: at most, and of which
 #: it is a multiple, because a library of convolutions gets ready for every new shape
 SLICE, UNIT = 512, 16
@@ -424,9 +426,10 @@ class ClientProgram:
         planned.sort(key=lambda item: (-len(item[1].steps), -len(item[0].trains_on)))
         # there may be a gradient for each piece that is drawn
         most = max((min(len(p.pieces), len(p.steps)) for _, p in planned), default=0)
-        width = max(1, min(self.width, sequence.ROOM // (self.compute.layout.d * (1 + most))))
-        for k in range(0, len(planned), width):
-            group = planned[k : k + width]
+        width = max(1, min(self.width, ROOM // (self.compute.layout.d * (1 + most))))
+        groups = -(-len(planned) // width)  # of like size: a small rest would cost as many steps
+        for first, end in pairwise(len(planned) * k // max(1, groups) for k in range(groups + 1)):
+            group = planned[first:end]
             yield self._train(ask, [job for job, _ in group], [plan for _, plan in group])
 
     def _hook(self, name: str, part: int, phase: Phase) -> Any:

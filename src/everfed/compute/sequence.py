@@ -18,8 +18,8 @@ from everfed.compute.layers import Convolution, Layer, Params, by_client
 Use = Callable[[int, Layer, Tensor], None]
 #: channels of all clients of a group, in the widest convolution
 CHANNELS = 256
-#: floats of one group of models; beyond it more groups are no slower and memory stays flat
-ROOM = 2**25
+#: floats of one group of models: as many as a core's part of the caches holds from step to step
+NEAR = 2**21
 
 
 class SequenceCompute(Compute):
@@ -29,7 +29,7 @@ class SequenceCompute(Compute):
         super().__init__(module, device)
         self.layers = layers
         convolutions = [layer for layer in layers if isinstance(layer, Convolution)]
-        self.width = max(1, ROOM // self.layout.d)
+        self.width = max(1, NEAR // self.layout.d)
         if convolutions:  # beyond some channels the library needs no other clients to be fast
             most = max(layer.slots[0].shape[0] for layer in convolutions)
             self.width = min(self.width, max(1, CHANNELS // most))

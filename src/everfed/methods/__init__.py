@@ -9,6 +9,7 @@ from everfed.methods.cfl_coreset import CoreSet, cfl_coreset
 from everfed.methods.cfl_generative import Generated, cfl_generative
 from everfed.methods.cfl_regularization import Taylor, cfl_regularization
 from everfed.methods.cflag import CFlag, Track, cflag, fedtrack
+from everfed.methods.cflag_code import Released, cflag_code
 from everfed.methods.derpp import DarkReplay, derpp
 from everfed.methods.er import Rehearsal, Replay, er
 from everfed.methods.ewc import Elastic, ewc
@@ -40,12 +41,12 @@ __all__ = [
     "METHODS", "AcGan", "AdaptiveSteps", "Anchor", "Bank", "Bound", "CFlag", "ClientAnchor",
     "CoreSet", "Curv", "DarkReplay", "DataFree", "Distil", "Elastic", "Entry", "Exemplars",
     "FedEve", "Generated", "Informative", "Krum", "MimeLite", "MovedRate", "NearestMean", "Nova",
-    "Privacy", "Projection", "Prototypes", "Prox", "Rehearsal", "Replay", "Scaffold",
+    "Privacy", "Projection", "Prototypes", "Prox", "Rehearsal", "Released", "Replay", "Scaffold",
     "ServerAdaptive", "ServerMomentum", "ServerRate", "Synthesis", "Taylor", "Teacher", "Track",
     "Trimmed", "TwoTeachers", "agem", "cfl_coreset", "cfl_generative", "cfl_regularization",
-    "cflag", "derpp", "er", "ewc", "fedadagrad", "fedadam", "fedavg", "fedavgm", "fedcil",
-    "fedcurv", "fedeve", "fednova", "fedproto", "fedprox", "fedtrack", "fedyogi", "flwf2t",
-    "icarl", "krum", "lwf", "median", "mfcl", "mimelite", "nccl", "norm_bound", "pfeddil",
-    "privacy", "refed", "register", "scaffold", "special", "special_c", "sr_fdil", "target",
-    "trimmed_mean",
+    "cflag", "cflag_code", "derpp", "er", "ewc", "fedadagrad", "fedadam", "fedavg", "fedavgm",
+    "fedcil", "fedcurv", "fedeve", "fednova", "fedproto", "fedprox", "fedtrack", "fedyogi",
+    "flwf2t", "icarl", "krum", "lwf", "median", "mfcl", "mimelite", "nccl", "norm_bound",
+    "pfeddil", "privacy", "refed", "register", "scaffold", "special", "special_c", "sr_fdil",
+    "target", "trimmed_mean",
 ]  # fmt: skip
