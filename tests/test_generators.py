@@ -440,6 +440,40 @@ def test_fedcil_follows_its_formula(plain):
     torch.testing.assert_close(moved[clear], -1e-3 * theta.grad[clear].sign(), rtol=0.02, atol=0)
 
 
+def test_fedcils_consistency_follows_its_formula(plain):
+    """What lambda adds to that step, the second in its task: x' of the client's generator, x^ of the
+    one that the server sent, which is the same at the round's first step."""
+
+    def stepped(lam):
+        method = ef.methods.fedcil(lam=lam, rate=1e-3, iterations=0, **SMALL)
+        local = Local(lr=LR, steps=1, batch=32)
+        fed, rounds, program = begun(
+            method, plain, layers(64, 12, 10), rounds=1, clients=1, local=local, end=False
+        )
+        before, theta = fed.w.clone(), fed.parts[0]["theta"]
+        rounds.play(fed)
+        return before, fed.w, theta, rounds, program
+
+    (start, without, *_), (before, w, theta, rounds, program) = stepped(0.0), stepped(0.5)
+    assert torch.equal(start, before)  # a task's first round has no such term
+    ids = rng(0, "batches", 1, 0).permutation(rounds.stream.samples(0, 1))[:32]
+    x, y = plain.x[ids], plain.y[ids]
+    random, module = rng(0, "generated batch", 1, 0, 0), modules(program, before)
+    two = rounds.stream.known(1).nonzero()[:, 0]
+    inputs = [x]
+    for _ in range(3):  # the loss's own fakes come first
+        code = noise(random, 32, 12, before)
+        code[:, :10] = F.one_hot(y, 10).float()
+        inputs.append(Generator(Inputs((1, 8, 8)), 12, 4)(theta, code).detach())
+    p, ours, theirs = (torch.softmax(module(inputs[k])[:, two].double(), 1) for k in (0, 2, 3))
+    kl = (p * (p / theirs).log()).sum(1) + (ours * (ours / theirs).log()).sum(1)
+    nll = -theirs[torch.arange(len(y)), torch.searchsorted(two, y)].log()
+    (0.5 * (kl + nll)).mean().backward()
+    slope = torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+    assert slope.norm() > 1e-2
+    torch.testing.assert_close(without - w, LR * slope, rtol=1e-3, atol=1e-5)
+
+
 def test_fedcils_generator_makes_what_it_asks_for(plain):
     method = ef.methods.fedcil(iterations=10, latent=16, width=8)
     fed, rounds, program = begun(
