@@ -1,5 +1,5 @@
-"""Chooses the server rates of FedEve's rivals, for docs/reproduction.md: the streams of the preset
-fedeve-table1, a third of its rounds, and a seed that it does not use.
+"""Chooses server rates for FedEve and its rivals, for docs/reproduction.md: two streams of the
+preset fedeve-table1, a third of its rounds, and a seed that it does not use.
 
 EVERFED_DATA=/path/to/data python docs/runs/server_rates.py
 """
@@ -14,10 +14,10 @@ from everfed.reproduce import preset
 
 SEED, ROUNDS = 100, 500
 GRID: dict[str, list[dict[str, float]]] = {
-    "fedavg": [{}],
+    "fedavg": [{"server_lr": rate} for rate in (1.0, 2.0, 5.0, 10.0)],
     "fedavgm": [{"server_lr": rate} for rate in (0.1, 0.2, 0.5, 1.0)],
     "fedadam": [{"server_lr": rate} for rate in (0.003, 0.01, 0.03, 0.1)],
-    "fedeve": [{}],
+    "fedeve": [{"server_lr": rate} for rate in (1.0, 2.0, 5.0)],
 }
 STREAMS: dict[str, dict[str, Any]] = {
     "natural": {"name": "given", "rounds": ROUNDS},
@@ -40,8 +40,7 @@ def main() -> None:
     for method, grid in GRID.items():
         for settings in grid:
             found = [f"{score(method, settings, stream):.1f}" for stream in STREAMS.values()]
-            rate = settings.get("server_lr", 1.0)
-            lines.append(f"| `{method}` | {rate:g} | {' | '.join(found)} |")
+            lines.append(f"| `{method}` | {settings['server_lr']:g} | {' | '.join(found)} |")
             print(lines[-1], flush=True)
     (Path(__file__).parent / "results" / "server_rates.md").write_text("\n".join(lines) + "\n")
 

@@ -7,7 +7,7 @@ The same code runs in every worker of every engine. Three exchanges: `probe` (be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -543,14 +543,16 @@ class ClientProgram:
         for i in self.hooks["begin"]:
             begun = self._hook("begin", i, phase)()
         self.compute.seed(torch_seed(self.seed, "training", ask.round, jobs[0].client))
-        rows = self._rows(plans)
+        changes = self._changes(phase)
+        rows = self._rows(plans, changes, begun)
         if rows is None:
             w = self.compute.space(len(jobs))
             w.copy_(begun)
-            losses = self._descend(ask, phase, w, plans)
+            losses = self._descend(ask, phase, w, plans, changes)
         else:
             with self.compute.narrowed(begun, rows) as few:
-                losses = self._descend(ask, phase, few, plans, rows)
+                pulls = [change.to(few[0]) for change in changes if isinstance(change, Affine)]
+                losses = self._descend(ask, phase, few, plans, pulls, rows)
             w = self.compute.space(1)
         phase.first(len(jobs))
         real = len(self.data.y)
@@ -562,12 +564,14 @@ class ClientProgram:
             self.compute.renew(w, (self.data.take(own, w.dtype)[0] for own in pieces))
         return self._finish(ask, phase, w, w - begun, losses)
 
-    def _rows(self, plans: list[Plan]) -> Tensor | None:
+    def _rows(self, plans: list[Plan], changes: Sequence[Change], start: Tensor) -> Tensor | None:
         """The rows of the model's table that the client's samples name, if no step can change any
         other, and leaving those out pays."""
         slot = self.compute.table
-        bends = ("begin", "affine", "grad", "after", "loss", "feature_loss", "weigh")
+        bends = ("begin", "after", "loss", "feature_loss", "weigh")
         if slot is None or self.local.weight_decay or any(self.hooks[hook] for hook in bends):
+            return None
+        if not all(isinstance(change, Affine) and change.rests(start) for change in changes):
             return None
         assert len(plans) == 1  # modules are trained one client at a time
         ids = np.unique(np.concatenate(plans[0].steps))
@@ -581,10 +585,11 @@ class ClientProgram:
         phase: Phase,
         w: Tensor,
         plans: list[Plan],
+        changes: Sequence[Change],
         rows: Tensor | None = None,
     ) -> Tensor:
-        """All local steps; the mean loss of each client. With `rows`, w has only these of its
-        table."""
+        """All local steps with these changes of gradients; the mean loss of each client. With
+        `rows`, w has only these of its table."""
         objective = self.objective(ask.task)
         if any(self.hooks[hook] for hook in ("loss", "feature_loss", "weigh")):
             objective = replace(
@@ -594,7 +599,6 @@ class ClientProgram:
                 weight=math.prod(self._hook("weigh", i, phase)() for i in self.hooks["weigh"]),
             )
         optimiser = Optimiser(self.local)
-        changes = self._changes(phase)
         rate, bend = self._fused(changes, ask.lr)
         total = torch.zeros(len(plans), device=w.device, dtype=w.dtype)
         own = w
@@ -630,7 +634,7 @@ class ClientProgram:
         return out
 
     def _fused(
-        self, changes: list[Change], lr: float
+        self, changes: Sequence[Change], lr: float
     ) -> tuple[float | None, Callable[[Tensor], Tensor] | None]:
         """The rate of one plain step, which is cheapest, and what finishes it; no rate: no way."""
         if not self.local.plain:

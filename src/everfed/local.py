@@ -99,6 +99,14 @@ class Affine:
         shift = self.scale * first.shift + self.shift
         return Affine(shift, self.scale * first.scale, self.scale * first.pull + self.pull)
 
+    def rests(self, start: Tensor) -> bool:
+        """Whether it is a pull to `start`, (d,): what is there, and no gradient moves, stays."""
+        return torch.equal(self.shift, -self.pull * start)
+
+    def to(self, start: Tensor) -> Affine:
+        """The same pull to another point."""
+        return Affine(-self.pull * start, self.scale, self.pull)
+
     def fuse(self, lr: float) -> tuple[float, Callable[[Tensor], Tensor]] | None:
         """The step w - lr (scale g + pull w + shift) as a plain step and one more pass over w.
 
