@@ -33,7 +33,7 @@ class SequenceCompute(Compute):
         if convolutions:  # beyond some channels the library needs no other clients to be fast
             most = max(layer.slots[0].shape[0] for layer in convolutions)
             self.width = min(self.width, max(1, CHANNELS // most))
-        self.name = "clients trained together"
+        self.name = "clients trained together" if self.width > 1 else "one client at a time"
         #: the first and the last layer with parameters
         owners = [k for k, layer in enumerate(layers) if layer.slots]
         self._first, self._last = owners[0], owners[-1]
