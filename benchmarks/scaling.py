@@ -66,9 +66,8 @@ beside the products alone, a pass is {share:.0f} %.
 
 - FedProx: a pass in every step.
 - SCAFFOLD: a pass in every step that reads its shift as well (13 MB), and 7 more a round for
-  states and new variates: about as many again. By a profile of W2 the passes of the steps are a
-  quarter of what it costs more, those of the states half, and the rest is that models and inputs
-  leave the caches meanwhile.
+  states and new variates: about as many again. It measures more than that; most likely because
+  models and inputs leave the caches meanwhile.
 - MimeLite: the products of one more epoch, 2.0 at the most; less where slices of all data are
   larger than batches.
 - C-FLAG: an epoch's products in the probe, one in the steps, and the gradient at the start of
