@@ -157,6 +157,15 @@ def test_engines_agree(name, digits):
         assert other.acc == pytest.approx(alone.acc, abs=0.005)
 
 
+@pytest.mark.parametrize("name", ["er", "agem", "derpp", "nccl", "cflag_code"])
+def test_a_group_in_which_only_some_have_a_memory(name, digits):
+    """Client 1 has met another task; clients 0 and 4, trained beside it, have not."""
+    alone, batched = (run(small(name), digits, rounds=1, grouping=g) for g in ("single", "auto"))
+    first, second, *_ = (r["value"]["clients"] for r in alone.records if r["metric"] == "labels")
+    assert [client in first for client in second] == [False, True, False]
+    assert distance(batched, alone) < 1e-5
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_in_every_round_of_every_task(name, digits):
     """An optimiser bound to a stale model, or a state that is lost, stops the model."""

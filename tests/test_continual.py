@@ -223,6 +223,17 @@ REHEARSALS = [
 ] + [ef.methods.cflag_code(memory=3)]
 
 
+@pytest.mark.parametrize("method", [*REHEARSALS, ef.methods.nccl(0.01)], ids=lambda m: m.name)
+def test_without_a_past_it_is_fedavg(method, digits):
+    """A step of NCCL's own along the memory does not change one without a memory."""
+    stream, local = ef.streams.static(digits, clients=4, rounds=3), Local(lr=0.05, epochs=2)
+    own, plain = (
+        ef.run(m, stream, ef.models.mlp(64, 16, 10), local=local, workers=1)
+        for m in (method, ef.methods.fedavg(average=method.average))
+    )
+    torch.testing.assert_close(own.vector, plain.vector)
+
+
 @pytest.mark.parametrize("method", REHEARSALS, ids=lambda m: m.name)
 def test_memories_are_bounded_and_belong_to_clients(method):
     """Two of five clients a round, three tasks: everyone remembers samples of its own only, of all

@@ -173,8 +173,14 @@ class Phase(Context):
         return self.program.stream.block(self.client, self.round)
 
     def each(self) -> list[Context]:
-        alone = (Phase(self.program, self.ask, [job], alone=True) for job in self.jobs[: self.rows])
+        alone = self._alone[: self.rows]
+        for phase in alone:
+            phase.step = self.step
         return [phase.enter(self.part) for phase in alone]
+
+    @cached_property
+    def _alone(self) -> list[Phase]:
+        return [Phase(self.program, self.ask, [job], alone=True) for job in self.jobs]
 
     def _single(self) -> Job:
         assert len(self.jobs) == 1, "only hooks called client by client may read this"
@@ -186,13 +192,24 @@ class Phase(Context):
         w: Tensor,
         ids: np.ndarray | list[np.ndarray] | None = None,
         loss: LossFunction | None = None,
-        targets: Tensor | None = None,
+        targets: list[Tensor] | None = None,
         train: bool = True,
     ) -> Tensor:
         def grad(w: Tensor, x: Tensor, y: Tensor, scale: Tensor, objective: Objective) -> Tensor:
             return self.program.compute.grad(w, x, y, scale, objective, train)[0]
 
-        return self._over(w, ids, grad, Objective(loss) if loss else None, targets)
+        objective = Objective(loss) if loss else None
+        if not isinstance(ids, list):
+            return self._over(w, ids, grad, objective)
+        order = sorted((k for k, own in enumerate(ids) if len(own)), key=lambda k: -len(ids[k]))
+        if order == [*range(len(ids))]:
+            return self._over(w, ids, grad, objective, targets)
+        out = w.new_zeros(len(ids), self.layout.d)
+        if order:
+            held, rows = [ids[k] for k in order], w.reshape(-1, self.layout.d).expand_as(out)
+            wanted = targets and [targets[k] for k in order]
+            out[order] = self._over(rows[order], held, grad, objective, wanted)
+        return out
 
     def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
         squares, means = self._over(w, None, partial(self.program.compute.fisher, since=since))
@@ -204,20 +221,27 @@ class Phase(Context):
         ids: np.ndarray | list[np.ndarray] | None,
         what: Callable[..., Tensor],
         objective: Objective | None = None,
-        targets: Tensor | None = None,
+        targets: list[Tensor] | None = None,
     ) -> Tensor:
-        """The mean over each client's samples of what `compute` gives, (..., clients, d)."""
+        """The mean over each client's samples of what `compute` gives, (..., clients, d); who has
+        most samples first, so that a slice of them takes a prefix."""
         held = [job.trains_on for job in self.jobs] if ids is None else ids
         held = held if isinstance(held, list) else [held]
         rows, width = w.reshape(-1, self.layout.d).expand(len(held), -1), self.program.compute.width
         objective = objective or self.program.objective(self.task)
         with self.program.compute.kept_buffers():  # a measurement leaves running statistics alone
             groups = [
-                self._mean(rows[k : k + width], held[k : k + width], what, objective, targets)
+                self._mean(
+                    rows[k : k + width],
+                    held[k : k + width],
+                    what,
+                    objective,
+                    targets and targets[k : k + width],
+                )
                 for k in range(0, len(held), width)
             ]
         found = groups[0] if len(groups) == 1 else torch.cat(groups, -2)
-        return found[..., 0, :] if self.alone else found
+        return found[..., 0, :] if self.alone and not isinstance(ids, list) else found
 
     def _mean(
         self,
@@ -225,16 +249,18 @@ class Phase(Context):
         held: list[np.ndarray],
         what: Callable[..., Tensor],
         objective: Objective,
-        targets: Tensor | None,
+        targets: list[Tensor] | None,
     ) -> Tensor:
         total = torch.empty(0)
-        sizes = [len(own) for own in held]  # the largest first, so that a slice takes a prefix
+        sizes = [len(own) for own in held]
         for begin, end in self.program.slices(sizes):
             active = sum(size > begin for size in sizes)
             # who has fewer samples repeats them, with weight 0
-            ids = np.stack([np.resize(own[begin:end], end - begin) for own in held[:active]])
+            at = [np.resize(np.arange(begin, min(end, n)), end - begin) for n in sizes[:active]]
+            ids = np.stack([own[rows] for own, rows in zip(held, at, strict=False)])
             x, y = self.program.table.take(torch.from_numpy(ids), w.dtype)
-            y = y if targets is None else targets[None, begin:end]
+            if targets:
+                y = torch.stack([own[rows] for own, rows in zip(targets, at, strict=False)])
             counts = torch.tensor(sizes[:active]).unsqueeze(1)
             each = ((torch.arange(begin, end) < counts) / counts).to(w)
             own_part = what(w[:active], x, y, each, objective)

@@ -77,13 +77,13 @@ class Context(Protocol):
         w: Tensor,
         ids: np.ndarray | list[np.ndarray] | None = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-        targets: Tensor | None = None,
+        targets: list[Tensor] | None = None,
         train: bool = True,
     ) -> Tensor:
-        """The mean loss's gradient at w over all the client trains on (or over `ids`; a list of
-        samples, the longest first, gives one gradient for each, (len(ids), d)); or that of another
-        loss, which takes outputs and these targets, one a sample of `ids`. Without `train` with
-        running statistics in the place of the batch's own."""
+        """The mean loss's gradient at w over all the client trains on, or over `ids`: a list of
+        samples for each row of w gives (len(ids), d), 0 where a row has none; or that of another
+        loss, which takes outputs and these targets, one a sample of each list. Without `train`
+        with running statistics in the place of the batch's own."""
         ...
 
     def fisher(self, w: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:

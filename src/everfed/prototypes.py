@@ -18,13 +18,15 @@ def class_sums(features: Tensor, labels: Tensor, classes: int) -> State:
     return {"sums": sums, "counts": counts}
 
 
-def uploads(w: Tensor, ids: np.ndarray, c: Context, *, directions: bool = False) -> State:
-    """One client's class sums under its model w, (1, ...) each; of features, or of features of
-    length 1."""
-    features, classes = c.features(w, ids), c.outputs(w, ids[:1]).shape[-1]
-    labels = torch.from_numpy(c.labels(ids)).to(features.device)
-    own = class_sums(unit(features) if directions else features, labels, classes)
-    return {key: value.unsqueeze(0) for key, value in own.items()}
+def uploads(w: Tensor, ids: list[np.ndarray], c: Context, *, directions: bool = False) -> State:
+    """Class sums of each client's samples under its model, (clients, ...) each; of features, or of
+    features of length 1."""
+    own = []
+    for row, held in zip(w, ids, strict=True):
+        features, classes = c.features(row, held), c.outputs(row, held[:1]).shape[-1]
+        labels = torch.from_numpy(c.labels(held)).to(features.device)
+        own.append(class_sums(unit(features) if directions else features, labels, classes))
+    return {key: torch.stack([sums[key] for sums in own]) for key in own[0]}
 
 
 def renewed(old: State, sums: Tensor, counts: Tensor) -> State:

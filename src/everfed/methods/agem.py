@@ -29,14 +29,9 @@ def project(g: Tensor, f: Tensor) -> Tensor:
 class Projection(Rehearsal):
     """Steps are projected where they would raise the memory's loss."""
 
-    @property
-    def batched(self) -> bool:
-        return False
-
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
-        ids = self.batch(c)
-        # the next gradient is computed where this one lies
-        return project(g.clone(), c.gradient(w, ids)) if len(ids) else g
+        own = g.clone()  # the next gradient is computed where this one lies
+        return project(own, c.gradient(w, self.batches(c)))
 
 
 @register("Chaudhry et al. 2019")

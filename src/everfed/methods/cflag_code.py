@@ -16,6 +16,8 @@ on from round to round.
 
 from __future__ import annotations
 
+import numpy as np
+import torch
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -35,20 +37,23 @@ class Released(Projection):
         return super().grad(g, w, c)
 
     def after(self, w: Tensor, c: Context) -> Tensor:
-        if not len(self.past(c)):
-            return w
-        epoch = c.scratch.setdefault("epoch", 0)
-        c.scratch["epoch"] += int(c.epoch_ends)
         before: Tensor = c.scratch["before"]
-        return before.lerp(w, float(c.local.epochs ** (-epoch / 2)))
+        epochs: Tensor = c.scratch.setdefault("epochs", torch.zeros_like(c.n))[: len(w)]
+        there = torch.tensor([[len(self.past(own)) > 0] for own in c.each()], device=w.device)
+        share = torch.where(there, c.local.epochs ** (-epochs / 2), 1)
+        epochs += c.epoch_ends
+        return before.lerp(w, share.to(w))
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
-        ids = c.mine["ids"].reshape(-1)[self.past(c)].numpy()
-        ids = rng(c.seed, "memory epoch", c.round, c.client).permutation(ids)
-        v = c.start.expand_as(w)
-        for k in range(0, len(ids), c.local.batch):
-            v = v - c.lr * c.gradient(v, ids[k : k + c.local.batch])
+        ids = [self._past_shuffled(own) for own in c.each()]
+        v, batch = c.start.expand_as(w), c.local.batch
+        for k in range(0, max(map(len, ids)), batch):
+            v = v - c.lr * c.gradient(v, [own[k : k + batch] for own in ids])
         return update + (v - c.start), {}, {}
+
+    def _past_shuffled(self, c: Context) -> np.ndarray:
+        ids = c.mine["ids"].numpy()[self.past(c)]
+        return rng(c.seed, "memory epoch", c.round, c.client).permutation(ids)
 
 
 @register("On the Convergence of Continual Federated Learning (the released code)")

@@ -32,10 +32,6 @@ class DarkReplay(Rehearsal):
     alpha: NonNegativeFloat = 0.1
     beta: NonNegativeFloat = 0.5
 
-    @property
-    def batched(self) -> bool:
-        return False
-
     def client_init(self, w: Tensor) -> State:
         return super().client_init(w) | {"outputs": zeros(0).to(w)}
 
@@ -43,12 +39,12 @@ class DarkReplay(Rehearsal):
         return {"outputs": c.outputs(w, ids)}
 
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
-        first, ids = self.draw(c, c.local.batch, 1), c.mine["ids"][0].numpy()
-        if not len(first):
-            return g
         own = g.clone()  # the next gradient is computed where this one lies
-        dark = c.gradient(w, ids[first], squared_error, c.mine["outputs"][0, first])
-        return own + self.alpha * dark + self.beta * c.gradient(w, self.batch(c, 2))
+        drawn = [(one, self.draw(one, c.local.batch, 1)) for one in c.each()]
+        ids = [one.mine["ids"].numpy()[at] for one, at in drawn]
+        outputs = [one.mine["outputs"][at] for one, at in drawn]
+        dark = c.gradient(w, ids, squared_error, outputs)
+        return own + self.alpha * dark + self.beta * c.gradient(w, self.batches(c, 2))
 
 
 @register("Buzzega et al. 2020")

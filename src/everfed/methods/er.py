@@ -40,17 +40,18 @@ class Rehearsal(Part):
 
     def past(self, c: Context) -> np.ndarray:
         """Where in one client's memory the samples of its other data sets are."""
-        return np.flatnonzero(c.mine["block"].reshape(-1).numpy() != c.block)
+        return np.flatnonzero(c.mine["block"].numpy() != c.block)
 
     def draw(self, c: Context, size: int, *purpose: int) -> np.ndarray:
         """Where some of them are, for a step: at most `size`, none twice."""
         random = rng(c.seed, "memory batch", c.round, c.client, c.step, *purpose)
         return memory.uniform(self.past(c), size, random)
 
-    def batch(self, c: Context, *purpose: int) -> np.ndarray:
-        """A memory batch of one client: at most as many samples as a batch has."""
-        at = self.draw(c, c.local.batch, *purpose)
-        return c.mine["ids"].reshape(-1)[at].numpy()
+    def batches(self, c: Context, *purpose: int) -> list[np.ndarray]:
+        """A memory batch of every client: at most as many samples as a batch has."""
+        return [
+            own.mine["ids"].numpy()[self.draw(own, own.local.batch, *purpose)] for own in c.each()
+        ]
 
     def about(self, w: Tensor, ids: np.ndarray, c: Context) -> State:
         """What else is kept of samples, one row each, when they enter the memory."""

@@ -33,10 +33,6 @@ class Prototypes(Part):
     noisy = False
     lam: NonNegativeFloat = 1.0
 
-    @property
-    def batched(self) -> bool:
-        return False
-
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
         return w, s
 
@@ -48,7 +44,7 @@ class Prototypes(Part):
         return self.lam * distance * c.down["seen"][y]
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
-        return update, uploads(w[0], c.ids, c), {}
+        return update, uploads(w, [own.ids for own in c.each()], c), {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         return update, renewed(s, r["sums"], r["counts"])

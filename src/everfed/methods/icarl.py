@@ -75,13 +75,9 @@ class NearestMean(Exemplars):
     reduces = {"sums": "sum", "counts": "sum"}
     noisy = False
 
-    @property
-    def batched(self) -> bool:
-        return False
-
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
-        ids = np.concatenate([c.ids, c.mine["ids"][0].numpy()])
-        return update, uploads(w[0], ids, c, directions=True), {}
+        ids = [np.concatenate([own.ids, own.mine["ids"].numpy()]) for own in c.each()]
+        return update, uploads(w, ids, c, directions=True), {}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         return update, renewed(s, r["sums"], r["counts"])

@@ -14,6 +14,7 @@ alpha' <= 1/L. Without a memory it is FedAvg.
 
 from __future__ import annotations
 
+import torch
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -33,21 +34,16 @@ class AdaptiveSteps(Rehearsal):
     lipschitz: PositiveFloat = 5.0
     clip: PositiveFloat = 1.0
 
-    @property
-    def batched(self) -> bool:
-        return False
-
     def check(self, local: Local) -> None:
         self._rates.check("NCCL", self.alpha or local.lr)
 
     def grad(self, g: Tensor, w: Tensor, c: Context) -> Tensor:
-        ids = self.batch(c)
-        if not len(ids):
-            return g
         own = g.clone()  # the next gradient is computed where this one lies
-        f, alpha, one = c.gradient(w, ids), self.alpha or c.lr, own.new_ones(1, 1)
+        batches = self.batches(c)
+        f, alpha, one = c.gradient(w, batches), self.alpha or c.lr, own.new_ones(1, 1)
         alpha_now, beta_now = self._rates(f, own, alpha, alpha, one, one)
-        return (alpha_now * f + beta_now * own) / c.lr
+        there = torch.tensor([[len(batch) > 0] for batch in batches], device=own.device)
+        return torch.where(there, (alpha_now * f + beta_now * own) / c.lr, own)
 
     @property
     def _rates(self) -> Rates:
