@@ -162,10 +162,11 @@ def test_clients_find_an_easier_domain_and_the_server_does_not():
 
 
 class Moved(ef.streams.Stream):
-    """One task of two domains: some clients go over to the second one in round 4."""
+    """One task of two domains: some clients go over to the second one in round 4, or from then on
+    one after another."""
 
-    def __init__(self, moving: int, small: int = 0) -> None:
-        self.small = small
+    def __init__(self, moving: int, small: int = 0, later: int = 0) -> None:
+        self.small, self.later = small, later
         self.whole = ef.streams.domains(
             ef.data.digits(["plain", "inverted"]), clients=6, alpha=10.0, rounds=4
         )
@@ -176,7 +177,8 @@ class Moved(ef.streams.Stream):
         return ("all",)
 
     def samples(self, client: int, round_: int) -> np.ndarray:
-        held = self.whole.samples(client, round_ if client < self.moving else round_ % 4)
+        moved = client < self.moving and round_ >= 4 + self.later * client
+        held = self.whole.samples(client, round_ if moved else round_ % 4)
         return held if client >= self.small else held[:5]
 
     def test(self, task: int) -> np.ndarray:
@@ -191,7 +193,14 @@ def test_a_task_begins_where_most_clients_have_other_data(moving, begun):
     run = go(ef.methods.fedavg(), Moved(moving), sample=None, boundaries=BY["clients"])
     assert found(run) == begun
     surprises = [r["value"] for r in run.records if r["metric"] == "surprise"]
-    assert surprises == [0, 0, 0, 0, 2 * moving / 6, 0, 0, 0]
+    after = 0 if begun else 2 * moving / 6
+    assert surprises == [0, 0, 0, 0, 2 * moving / 6, after, after, after]
+
+
+def test_changes_of_one_client_after_another_add_up():
+    """Scanners are replaced site by site: with the fourth of six most of the data are others."""
+    run = go(ef.methods.fedavg(), Moved(6, later=1), sample=None, boundaries=BY["clients"])
+    assert found(run) == [7]
 
 
 def test_clients_with_too_few_samples_to_tell_are_not_asked():
