@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.table import Table
 from typer.testing import CliRunner
 
 from everfed import config
 from everfed.cli import app
 from everfed.records import Loaded
+from everfed.report.table import breadth, split
 from everfed.reproduce import names, preset
 
 PRESETS = [name for name in names() if name != "cfl-nqm"]
@@ -142,3 +144,17 @@ def test_four_domains_of_real_digits_from_start_to_end(data_dir, tmp_path, monke
     assert told.exit_code == 0, told.output
     assert "too short for a verdict" in told.stdout
     assert "62.12" in told.stdout
+
+
+def test_a_wide_table_is_cut_between_columns_not_within_cells():
+    whole = Table(title="ours")
+    for name in ("method", "ACC", "BWT", "worst drop"):
+        whole.add_column(name)
+    whole.add_row("special", "70.30 ± 0.66 (62.12)", "-0.24 ± 0.59 (-21.78)", "-2.57 ± 1.06")
+    pieces = split(whole, 60)
+    assert [[str(c.header) for c in piece.columns] for piece in pieces] == [
+        ["method", "ACC", "BWT"],
+        ["method", "worst drop"],
+    ]
+    assert all(breadth(piece) <= 60 for piece in pieces)
+    assert len(split(whole, 200)) == 1

@@ -1,11 +1,11 @@
 """Boundaries of tasks that nobody announces.
 
 By the clients: each compares `samples` of what it holds with as many of what it held when it was
-first asked in this task, under the model it has just received (with what it held the last time,
-those who have seen a change would soon outvote the others, and a slow one would go unseen). If the two are of one kind, then any
-number made of a sample is as likely larger in the one as in the other, whatever the model is. With
-a and b the losses (or the log-sum-exp of the outputs) of n and m samples, the statistic of Mann and
-Whitney
+first asked in this task, under the model it has just received. (With what it held the last time,
+those who have seen a change would soon outvote the others, and a slow one would go unseen.) If the
+two are of one kind, then any number made of a sample is as likely larger in the one as in the
+other, whatever the model is. With a and b the losses (or the log-sum-exp of the outputs) of n and m
+samples, the statistic of Mann and Whitney
 
     z = (P(a < b) + P(a = b) / 2 - 1/2) / sqrt((n + m + 1) / (12 n m))
 

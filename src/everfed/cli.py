@@ -380,6 +380,7 @@ def reproduce(
     A folder that holds a part of it already is gone on with. Beside the runs, which
     'everfed report' takes, it gets reproduction.md.
     """
+    from everfed.report.table import split
     from everfed.reproduce import cfl_nqm, check
 
     check(name)
@@ -390,7 +391,8 @@ def reproduce(
         size = "quick" if quick else "full" if full else None
         outcome = _compare_with_paper(name, size, folder or _new_folder(name), jobs)
     for table in outcome.tables:
-        out.print(table)
+        for piece in split(table, out.width):
+            out.print(piece)
     for finding in outcome.findings:
         out.print(f"{'yes' if finding.holds else 'no ':3}  {finding.title}: {finding.found}",
                   highlight=False, soft_wrap=True)  # fmt: skip

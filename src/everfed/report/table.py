@@ -11,8 +11,9 @@ from operator import itemgetter
 import numpy as np
 from rich import box
 from rich.console import Console
+from rich.table import Column as RichColumn
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text, TextType
 
 from everfed.metrics import Summary
 
@@ -176,6 +177,28 @@ def breadth(table: Table) -> int:
     """The width that a table needs for every cell to be whole."""
     console = Console(width=10_000)
     return console.measure(table).maximum
+
+
+def split(table: Table, width: int) -> list[Table]:
+    """A table in as many as it takes for every cell to be whole, each with the first column."""
+    names, *columns = table.columns
+    out: list[list[RichColumn]] = []
+    for column in columns:
+        if out and breadth(_of(table, [names, *out[-1], column])) <= width:
+            out[-1].append(column)
+        else:
+            out.append([column])
+    return [_of(table, [names, *own], table.title if own is out[0] else None) for own in out]
+
+
+def _of(table: Table, columns: Sequence[RichColumn], title: TextType | None = None) -> Table:
+    """Some columns of a table."""
+    out = Table(title=title, title_justify="left")
+    for column in columns:
+        out.add_column(column.header, justify=column.justify, no_wrap=True)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        out.add_row(*row)
+    return out
 
 
 def _table(runs: Summaries, title: str | None, columns: Sequence[Column], narrow: bool) -> Table:
