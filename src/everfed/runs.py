@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everfed import __version__, metrics, past
+from everfed import metrics, past
 from everfed.boundaries import Boundaries
 from everfed.chance import torch_seed
 from everfed.client import ClientProgram
@@ -45,6 +45,7 @@ from everfed.streams import labels
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 from everfed.vector import load
+from everfed.version import version
 
 Precision = Literal["float32", "bf16"]
 Grouping = Literal["auto", "batched", "single"]
@@ -212,7 +213,7 @@ def run(
             "boundaries": _given(boundaries, Boundaries()),
         }
         about = {
-            "everfed": __version__,
+            "everfed": version(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "config": config,

@@ -13,17 +13,15 @@ from __future__ import annotations
 import math
 import operator
 import re
-import subprocess
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from everfed import __version__, reproduce
+from everfed import reproduce
 from everfed.config import Config, parse
 from everfed.errors import EverfedError
 from everfed.metrics import Record, summarise
@@ -90,7 +88,6 @@ class Preset:
     within: dict[str, float]  #: by measure
     values: dict[str, Any]
     changes: dict[str, dict[str, Any]]  #: by size, "quick" or "full"
-    commit: str = ""  #: of the source, before anything is run
 
     def settings(self, size: str | None) -> Config:
         """What is run."""
@@ -155,7 +152,8 @@ class Preset:
         """The same as a page's section."""
         seeds = ", ".join(map(str, settings.compare.seeds))
         seconds = sum(summarise(run.records).seconds for own in runs.values() for run in own)
-        how = f"seeds {seeds}; {seconds / 60:.1f} min of runs; everfed {__version__}{self.commit}"
+        versions = dict.fromkeys(str(run.about["everfed"]) for own in runs.values() for run in own)
+        how = f"seeds {seeds}; {seconds / 60:.1f} min of runs; everfed {' and '.join(versions)}"
         lines = [f"`everfed reproduce {self.name}`: {how}. Verdict: **{outcome.verdict}**.", ""]
         for table in outcome.tables:
             names = [str(column.header) for column in table.columns]
@@ -185,17 +183,6 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return values | {key: change(values.get(key), own) for key, own in changes.items()}
 
 
-def commit() -> str:
-    """The commit of the source, where it is in a repository."""
-    here = Path(__file__).parent
-    try:
-        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here,
-                               capture_output=True, text=True, check=True)  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return f", commit {found.stdout.strip()}"
-
-
 def said(values: np.ndarray, figure: float | None = None) -> str:
     """Mean, standard deviation of several seeds, the paper's figure; nothing of what is not there.
 
@@ -217,7 +204,7 @@ def read(name: str) -> Preset:
         size: values.pop(size) for size in ("quick", "full") if size in values
     }
     return Preset(name, paper["what"], paper["figures"], paper["claims"], paper.get("ours", []),
-                  paper.get("within", {}), values, changes, commit())  # fmt: skip
+                  paper.get("within", {}), values, changes)  # fmt: skip
 
 
 def _values(name: str) -> dict[str, Any]:
