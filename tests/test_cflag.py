@@ -113,10 +113,9 @@ def test_one_exchange_who_trained_but_did_not_close_is_not_corrected():
     """The means of a task's end are of those who closed it; whose own gradient is not among them
     must not subtract one of the round before."""
     part = methods.cflag(exchanges=1).parts[0]
-    server = {"at": torch.tensor(_closing(5))}
-    trained, closed = ({"at": torch.tensor(at)} for at in (5, _closing(5)))
-    told = [part.among(SimpleNamespace(down=server, mine=mine)) for mine in (trained, closed)]
-    assert told == [False, True]
+    mine = {"at": torch.tensor([5, _closing(5)]), "f": torch.ones(2, 1)}
+    beside = SimpleNamespace(down={"at": torch.tensor(_closing(5))}, mine=mine)
+    assert part.change("f", torch.full((2, 1), 3.0), beside).tolist() == [[0], [2]]
 
 
 def test_one_exchange_sends_the_model_once(digits):

@@ -306,10 +306,6 @@ class Once(CFlag):
     the gradient at the model that the client began with.
     """
 
-    @property
-    def batched(self) -> bool:
-        return False
-
     probe = Part.probe
     answer = Part.answer
 
@@ -320,26 +316,29 @@ class Once(CFlag):
     def send(self, s: State, w: Tensor) -> tuple[Tensor, State]:
         return w, {key: s[key] for key in ("g", "f", "total", "cohort", "at") if key in s}
 
-    def among(self, c: Context) -> bool:
-        """Whether the client's own gradients are among those whose means were sent."""
-        return "at" in c.down and bool(c.mine["at"] == c.down["at"])
+    def change(self, key: str, new: Tensor, c: Context) -> Tensor:
+        """From the client's own gradient to `new`; 0 where it is not among those whose means were
+        sent."""
+        own = c.mine[key]
+        if "at" not in c.down:
+            return zeros_like(own)
+        return where((c.mine["at"] == c.down["at"]).unsqueeze(-1), new - own, 0)
 
     def shift(self, c: Context) -> Tensor:
-        known = "g" in c.down and self.among(c)
-        return c.down["g"] - c.mine["g"] if known else zeros_like(c.mine["g"])
+        return self.change("g", c.down["g"], c) if "g" in c.down else zeros_like(c.mine["g"])
 
     def first(self, c: Context) -> Tensor:
         return self.shift(c) + c.gradient(c.start)
 
     def finish(self, update: Tensor, w: Tensor, c: Context) -> tuple[Tensor, State, State]:
-        ids, about = self.drawn(c.mine["ids"][0], c.round, c), State()
-        new = self.remembered(c.start.unsqueeze(0), ids, c)
-        new["g"] = self.travel(w, c)[0] / c.steps if c.local.plain else c.gradient(c.start)
+        drawn, about = [self.drawn(own.mine["ids"], c.round, own) for own in c.each()], State()
+        g = self.travel(w, c)[0] / c.steps if c.local.plain else c.gradient(c.start)
+        f = c.gradient(c.start, drawn)
         if "f" in c.down:
-            change = new["f"] - c.mine["f"] if self.among(c) else 0
-            update, about = self.step(c.down["f"] + change, w, c)
+            update, about = self.step(c.down["f"] + self.change("f", f, c), w, c)
+        has = torch.tensor([float(len(ids) > 0) for ids in drawn]).to(w)
         at = torch.full_like(c.mine["at"], c.round)
-        return update, about | new, {"g": new["g"], "f": new["f"], "at": at}
+        return update, about | {"g": g, "f": f, "has": has}, {"g": g, "f": f, "at": at}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
         return update, super().fold(s, update, r)[1] | {"g": r["g"]} | _memory_of(r, r.round)
