@@ -17,6 +17,7 @@ import torch
 
 import everfed as ef
 from conformance import ROWS
+from everfed.disk import unpack
 from everfed.errors import EverfedError
 from everfed.folder import RunFolder
 from test_conformance import run, small, timeless
@@ -108,14 +109,37 @@ def test_a_damaged_checkpoint_falls_back(digits, tmp_path, damage, what):
 
 
 def test_beginning_anew_is_told_at_once_and_keeps_the_old_records(digits, tmp_path):
+    """Killed before its first checkpoint, twice."""
     for path in stopped_half_way(digits, tmp_path):
-        path.write_bytes(b"")
+        path.unlink()
     before, told = (tmp_path / "records.jsonl").read_text(), []
     options = {"folder": tmp_path, "resume": True, "on_round": told.append}
     run(ef.methods.scaffold(), digits, **options)
     assert any("starting from the first round" in warning for warning in told[0].warnings)
     assert not told[1].warnings
     assert (tmp_path / "records.jsonl.before").read_text() == before
+
+
+def test_a_damaged_client_state_costs_that_client_only(digits, tmp_path):
+    """One that both checkpoints refer to: the run goes on where it was, and once more after that."""
+    metas = [unpack(p.read_bytes())[1] for p in stopped_half_way(digits, tmp_path)]
+    client, round_ = min(set(metas[0]["clients"].items()) & set(metas[1]["clients"].items()))
+    (tmp_path / "clients" / f"{client}-{round_}.safetensors").write_bytes(b"")
+    told = []
+
+    def crash(progress):
+        told.append((progress.round, progress.warnings))
+        if progress.round == 5:
+            raise RuntimeError
+
+    options = {"folder": tmp_path, "resume": True, "checkpoint_seconds": 0, "on_round": crash}
+    with pytest.raises(RuntimeError):
+        run(ef.methods.scaffold(), digits, **options)
+    again = run(ef.methods.scaffold(), digits, **options)
+    anew = f"the state of client {client} is damaged: it begins anew"
+    assert told == [(5, (anew,)), (6, ())]
+    whole = run(ef.methods.scaffold(), digits)
+    assert timeless(again.records)[:20] == timeless(whole.records)[:20]
 
 
 def test_fallback_after_two_saves_in_one_round(digits, tmp_path):
@@ -153,12 +177,15 @@ def test_a_foreign_folder_is_refused(digits, tmp_path):
         run(ef.methods.fedavg(), digits, folder=tmp_path)
 
 
-def test_without_any_whole_checkpoint_it_starts_again(digits, tmp_path):
+def test_without_any_whole_checkpoint_nothing_is_thrown_away(digits, tmp_path):
+    """Months of a run are not begun anew for two damaged files: it says so, again and again."""
     for path in stopped_half_way(digits, tmp_path):
         path.write_bytes(b"nonsense")
-    again = run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True)
-    assert any("from the first round" in note for note in again.notes)
-    assert torch.equal(again.vector, run(ef.methods.scaffold(), digits).vector)
+    before = sorted((p.name, p.stat().st_size) for p in tmp_path.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(EverfedError, match=r"no checkpoint of .* is whole"):
+            run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True)
+    assert sorted((p.name, p.stat().st_size) for p in tmp_path.rglob("*")) == before
 
 
 def test_half_written_records_are_cut(digits, tmp_path):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any
@@ -55,6 +55,15 @@ class Checkpoint:
 
     fed: Federation
     meta: dict[str, Any]
+
+
+@dataclass
+class Loaded:
+    """A checkpoint as it was found on disk."""
+
+    checkpoint: Checkpoint | None = None
+    versions: dict[int, int] = field(default_factory=dict)  #: client -> round of its saved state
+    lost: list[int] = field(default_factory=list)  #: clients whose states cannot be read
 
 
 class RunFolder:
@@ -199,26 +208,46 @@ class RunFolder:
         return sorted((self.path / "checkpoints").glob("*.safetensors"), reverse=True)
 
     def load(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest state that is whole, and a note on each that was not (it is set aside).
+        """The newest state that is whole, or None before one was saved, and a note on each that was
+        not (it is set aside). Where clients' states are damaged in every checkpoint, the newest is
+        taken and they begin anew, as a site does that has lost its disk.
 
         Only for the process that holds the folder.
         """
-        notes: list[str] = []
-        found: Checkpoint | None = None
+        found, best = Loaded(), Path()
+        aside: dict[Path, str] = {}
         for path in self._checkpoints():
             try:
-                if found is None:
-                    found = self._load(path)
+                if found.checkpoint is None or found.lost:
+                    own = self._load(path)
+                    if found.checkpoint is None:
+                        found, best = own, path
+                    elif not own.lost:
+                        aside[best] = ", ".join(f"the state of client {c}" for c in found.lost)
+                        found, best = own, path
                 meta = unpack(path.read_bytes())[1]
                 refers = {self._client(int(k), v) for k, v in meta["clients"].items()}
                 self._refers[meta["round"]] = refers
             except (ValueError, KeyError, FileNotFoundError) as error:
-                notes.append(f"checkpoint {path.name} is damaged ({error}): going back one")
-                path.rename(path.with_suffix(".damaged"))
+                aside[path] = str(error)
+        if found.checkpoint is None and aside:
+            self.close()
+            why = "; ".join(f"{path.name}: {error}" for path, error in aside.items())
+            raise EverfedError(
+                f"no checkpoint of {self.path} is whole ({why}): put one back from a backup, or "
+                "begin anew in another folder"
+            )
+        for path in aside:
+            path.rename(path.with_suffix(".damaged"))
+            self._refers.pop(int(path.stem), None)
+        self.versions = found.versions
         used = set().union(*self._refers.values())
-        for orphan in set((self.path / "clients").iterdir()) - used:
+        unfinished = set((self.path / "checkpoints").glob("*.tmp"))
+        for orphan in unfinished | set((self.path / "clients").iterdir()) - used:
             orphan.unlink()
-        return found, notes
+        notes = [f"checkpoint {p.name} is damaged ({why}): going back" for p, why in aside.items()]
+        lost = [f"the state of client {c} is damaged: it begins anew" for c in found.lost]
+        return found.checkpoint, notes + lost
 
     def done(self) -> bool:
         """Whether the run has come to its end; changes nothing."""
@@ -229,7 +258,7 @@ class RunFolder:
                 return False
         return False
 
-    def _load(self, path: Path) -> Checkpoint:
+    def _load(self, path: Path) -> Loaded:
         tensors, meta = unpack(path.read_bytes())
         if self.records_path.stat().st_size < meta["records"]:
             raise ValueError("records.jsonl is shorter than it was then")
@@ -248,18 +277,23 @@ class RunFolder:
             round=meta["round"],
             asked=meta.get("asked", 0),
         )
-        self.versions = {int(k): v for k, v in meta["clients"].items()}
-        for client, round_ in self.versions.items():
-            own, _ = unpack(self._client(client, round_).read_bytes())
-            fed.clients[client] = deep(own, meta["parts"])
-        return Checkpoint(fed, meta)
+        versions, lost = {int(k): v for k, v in meta["clients"].items()}, []
+        for client, round_ in versions.items():
+            try:
+                own, _ = unpack(self._client(client, round_).read_bytes())
+                fed.clients[client] = deep(own, meta["parts"])
+            except (ValueError, FileNotFoundError):
+                lost.append(client)
+        whole = {client: round_ for client, round_ in versions.items() if client not in lost}
+        return Loaded(Checkpoint(fed, meta), whole, lost)
 
     def set_aside(self) -> bool:
         """Begin the records anew; the old ones, if there are any, stay beside them."""
         if not self.records_path.stat().st_size:
             return False
         old = self.records_path.with_suffix(".jsonl.before")
-        old.write_bytes(self.records_path.read_bytes())
+        with open(old, "ab") as file:  # a run may be begun anew more than once
+            file.write(self.records_path.read_bytes())
         self.cut_records(0)
         return True
 
