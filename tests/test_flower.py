@@ -26,12 +26,16 @@ from flwr.common.logger import FLOWER_LOGGER, ConsoleHandler, log  # noqa: E402
 from everfed import config as configs  # noqa: E402
 from everfed import deploy  # noqa: E402
 from everfed.engines.flower import client_app, server_app  # noqa: E402
+from everfed.engines.roll import Roll  # noqa: E402
 from everfed.engines.site import RUNS, Store, run_folder  # noqa: E402
+from everfed.engines.terms import Terms  # noqa: E402
 from everfed.errors import EverfedError  # noqa: E402
 from everfed.folder import RunFolder  # noqa: E402
 from everfed.late import Late  # noqa: E402
 from everfed.methods import METHODS  # noqa: E402
+from everfed.methods.cfl_regularization import Taylor  # noqa: E402
 from everfed.methods.privacy import epsilon  # noqa: E402
+from everfed.methods.scaffold import Scaffold  # noqa: E402
 from everfed.records import read_records  # noqa: E402
 from loop import Loop  # noqa: E402
 
@@ -439,6 +443,42 @@ def empty_handed(reply):
     return reply
 
 
+def zipped(reply):
+    reply.content["uploads"]["update"].data = b"PK\x03\x04" + bytes(100)
+    return reply
+
+
+def larger_than_memory(reply):
+    header = io.BytesIO()
+    about = {"descr": "<f4", "fortran_order": False, "shape": (10**13,)}
+    np.lib.format.write_array_header_1_0(header, about)
+    reply.content["uploads"]["update"].data = header.getvalue() + bytes(100)
+    return reply
+
+
+def overflowing(reply):
+    update = reply.content["uploads"]["update"].numpy().copy()
+    update[3] = 1e36
+    reply.content["numbers"] = MetricRecord({"weight": 1000.0, "loss": 0.0})
+    return spoiled(reply, "update", update)
+
+
+def heavier_than_floats(reply):
+    reply.content["numbers"] = MetricRecord({"weight": 1e300, "loss": 0.0})
+    return reply
+
+
+def another_length(reply):
+    return spoiled(reply, "0.dc", np.zeros(5, np.float32))
+
+
+def without_a_part(reply):
+    kept = dict(reply.content["uploads"])
+    del kept["0.dc"]
+    reply.content["uploads"] = ArrayRecord(kept)
+    return reply
+
+
 @pytest.mark.parametrize(
     "harm",
     [
@@ -453,20 +493,99 @@ def empty_handed(reply):
         garbage,
         other_form,
         empty_handed,
+        zipped,
+        larger_than_memory,
+        overflowing,
+        heavier_than_floats,
+        another_length,
+        without_a_part,
     ],
 )
 def test_a_bad_reply_is_dropped_and_counted(place, harm):
-    """Client 1 spoils all its replies: the run is that of the other two."""
-    changes = ["method.name=scaffold", "local.lr=0.02"]
+    """Client 0 spoils all its replies: the run is that of the other two."""
+    changes = ["method.name=scaffold", "method.average=samples", "local.lr=0.02"]
 
     def spoil(site, message, reply):
-        return harm(reply) if site == "1" else reply
+        return harm(reply) if site == "0" else reply
 
     got, records, _ = federated(place, changes, spoil)
     assert [r["value"] for r in records if r["metric"] == "dropped_updates"] == [1] * 4
     alone = [*changes, "flower.sites=2"]
-    expected, _, _ = federated(place, alone, sites=("0", "2"), folder="alone")
+    expected, _, _ = federated(place, alone, sites=("1", "2"), folder="alone")
     assert np.array_equal(got, expected)
+
+
+def test_where_clients_count_alike_none_can_count_for_more(place):
+    changes = ["method.name=fedavg", "method.average=uniform"]
+
+    def spoil(site, message, reply):
+        return heavier_than_floats(reply) if site == "0" else reply
+
+    got, _, _ = federated(place, changes, spoil)
+    expected, _, _ = federated(place, changes, folder="honest")
+    assert np.array_equal(got, expected)
+
+
+def test_a_late_answer_of_a_task_that_is_over_is_nobodys_row(place, monkeypatch):
+    """Site 1's answer of the first task's last round comes in the second task."""
+
+    class Slow(Loop):
+        held = ()
+
+        def push_messages(self, messages):
+            ids = super().push_messages(messages)
+            if messages[0].metadata.group_id == "2":
+                self.replies |= dict(self.held)
+            for number, message in zip(ids, messages, strict=True):
+                if (message.metadata.dst_node_id, message.metadata.group_id) == (101, "1"):
+                    self.held = ((number, self.replies.pop(number)),)
+            return ids
+
+    rows = []
+
+    def fold(self, s, update, r):
+        rows.append((len(r["h"]), r.clients))
+        return original(self, s, update, r)
+
+    original = Taylor.fold
+    monkeypatch.setattr(Taylor, "fold", fold)
+    changes = "method.name=cfl_regularization;method.weights=auto;flower.late=1"
+    settings = {"set": changes, "folder": str(place.parent / "run")}
+    grid = Slow(client_app(place), place.parent, ("0", "1", "2"), settings)
+    server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
+    assert rows == [(3, (0, 1, 2)), (2, (0, 2)), (2, (0, 2)), (3, (0, 1, 2))]
+
+
+def test_an_answer_may_be_as_late_as_rounds_are_apart(place):
+    """A message must live until the last round in which its answer counts."""
+    assert Terms(deadline=5, late=2).life == 15
+    assert Terms(deadline=5, late=2, every=7).life == 19
+    _, _, grid = federated(place, ["method.name=fedavg", "flower.late=2", "flower.every=1.1"])
+    trained = [m.metadata.ttl for m in grid.requests if m.metadata.message_type == TRAIN]
+    assert trained == pytest.approx([1 + 2 * 1.1] * 12)
+
+
+def test_a_site_that_moves_to_another_node_and_back_is_found(place):
+    """A node keeps its number when it is restarted, whoever is at it."""
+    grid = Loop(client_app(place), place.parent, ("oslo", "berlin"))
+    roll = Roll(grid, Terms(poll=0.001, deadline=1.0))
+    assert len(roll.greet()) == 2
+    grid.sites = {101: "berlin", 200: "oslo"}
+    assert len(roll.greet()) == 2
+    grid.sites = {101: "berlin", 100: "oslo"}
+    assert len(roll.greet()) == 2
+    assert set(roll.nodes.values()) == {100, 101}
+
+
+def test_a_clock_that_is_set_back_deletes_no_new_state(tmp_path):
+    store, ahead = Store(tmp_path), time.time() + 3600
+    for token in range(12):
+        store.save(token, {"x": torch.tensor([token])}, token - 1)
+        assert store.load(token)["x"] == token
+        if token < 8:
+            for path in tmp_path.iterdir():
+                os.utime(path, (ahead, ahead))
+    assert len(list(tmp_path.iterdir())) <= 8
 
 
 def test_a_round_below_the_quorum_fails_loudly_and_can_be_resumed(place):
@@ -827,6 +946,27 @@ def test_a_federation_that_has_come_to_its_end_is_prolonged(tmp_path):
     for other in ([2, 3], [3], [3, 1]):
         with pytest.raises(EverfedError, match="was run with another stream"):
             at_sites(tmp_path, other, "grown")
+
+
+def test_sites_beyond_the_expected_count_in_scaffolds_mean(tmp_path, monkeypatch):
+    """Of three sites two were expected; what the server has is the mean of the three's variates."""
+    ends = []
+
+    def fold(self, s, update, r):
+        step, state = original(self, s, update, r)
+        ends.append((r.population, state["c"]))
+        return step, state
+
+    original = Scaffold.fold
+    monkeypatch.setattr(Scaffold, "fold", fold)
+    at_sites(tmp_path, [2], "run", sites=("berlin", "oslo"), changes="method.name=scaffold")
+    sites = ("berlin", "oslo", "rome")
+    at_sites(tmp_path, [4], "run", sites=sites, changes="method.name=scaffold")
+    assert [population for population, _ in ends] == [2, 2, 3, 3]
+    own = [Store(states(tmp_path, site)[-1].parent).load(int(states(tmp_path, site)[-1].stem))
+           for site in sites]  # fmt: skip
+    mean = torch.stack([state["0/c"] for state in own]).mean(0)
+    torch.testing.assert_close(ends[-1][1], mean)
 
 
 def test_a_round_waits_for_its_time(tmp_path):

@@ -82,13 +82,15 @@ def test_the_server_cannot_read_an_upload(place):
         assert upload.std() == pytest.approx(2**32 / np.sqrt(12), rel=0.1)
 
 
-def test_a_client_that_drops_out_is_left_out_of_the_sum(place):
-    """Client 1 dies after the keys were shared: its masks are taken out with the others' shares."""
+@pytest.mark.parametrize("stage", [Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS])
+def test_a_client_that_drops_out_is_left_out_of_the_sum(place, stage):
+    """Client 1 dies before its keys are shared, or after: then its masks are taken out with the
+    others' shares."""
 
     def lose(site, message, reply):
         said = message.content.config_records.get(RECORD_KEY_CONFIGS)
-        masked = said is not None and said[Key.STAGE] == Stage.COLLECT_MASKED_VECTORS
-        return None if masked and site == "1" and message.metadata.group_id == "0" else reply
+        now = said is not None and said[Key.STAGE] == stage
+        return None if now and site == "1" and message.metadata.group_id == "0" else reply
 
     got, records, _ = federated(place, spoil=lose)
     clients = [r["value"] for r in records if r["metric"] == "clients"]
@@ -119,3 +121,21 @@ def test_a_plain_request_is_refused(place):
     grid = Loop(client_app(place), place.parent, ("0", "1", "2"), settings)
     with pytest.raises(EverfedError, match="only given masked"):
         server_app(plain)(grid, Context(1, 0, {}, RecordDict(), settings))
+
+
+def test_who_starts_a_run_cannot_take_the_masks_off(place):
+    """Neither where the app's file asks for them nor where the SuperNode does."""
+    plain = place.parent / "plain.toml"
+    plain.write_text(CONFIG)
+    off = "method.name=fedavg;method.average=uniform;flower.secure=false"
+    for path, node in ((place, {}), (plain, {"secure": True})):
+        settings = {"set": off, "folder": str(place.parent / path.stem)}
+        grid = Loop(client_app(path), place.parent, ("0", "1", "2"), settings, node_config=node)
+        with pytest.raises(EverfedError, match="only given masked"):
+            server_app(path)(grid, Context(1, 0, {}, RecordDict(), settings))
+
+
+def test_more_clients_than_a_masked_sum_can_tell_are_refused(place, monkeypatch):
+    monkeypatch.setattr("everfed.engines.secure.MOST", 2)
+    with pytest.raises(EverfedError, match="2 clients at most, and 3 were drawn"):
+        federated(place)

@@ -49,10 +49,13 @@ def reducer(
     return Reducer(kinds(method, exchange), shapes, spread, bool(method.using("aggregate")), cut)
 
 
-def _finite_rows(uploads: Uploads, rows: int) -> list[int]:
-    good = torch.ones(rows, dtype=torch.bool)
+def _finite_rows(uploads: Uploads, weights: Tensor) -> list[int]:
+    """The rows that are finite, times their weights as well."""
+    good = torch.isfinite(weights).cpu()
     for value in uploads.values():
-        good &= torch.isfinite(value.reshape(rows, -1).sum(1)).cpu()
+        total = value.reshape(len(weights), -1).sum(1)
+        most = value.abs().reshape(len(weights), -1).amax(1) if value.numel() else total
+        good &= (torch.isfinite(total) & torch.isfinite(most * weights.to(total))).cpu()
     found: list[int] = good.nonzero()[:, 0].tolist()
     return found
 
@@ -86,7 +89,7 @@ class Reducer:
         sums = self._reduced(uploads, weights)
         rows = list(range(len(clients)))
         if not all(bool(torch.isfinite(value.sum())) for value in sums.values()):
-            rows = _finite_rows(uploads, len(clients))
+            rows = _finite_rows(uploads, weights)
             bad = set(range(len(clients))) - set(rows)
             self.dropped |= {clients[row]: "NaN or infinity" for row in bad}
             if not rows:

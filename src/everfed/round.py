@@ -259,7 +259,7 @@ class Rounds:
                 continue
             counted += 1
             known = fed.clients.get(client) or [{} for _ in self.method.parts]
-            answer.mine.setdefault(client, known)
+            answer.mine.setdefault(client, answer.late_mine.get(client, known))
         if counted:
             events.values["late_updates"] = counted
         if answer.reducer.n < self.method.least:  # a lost round would lose them altogether
@@ -288,8 +288,9 @@ class Rounds:
 
     def _keep(self, fed: Federation, answer: Answer, events: Events) -> None:
         """Take over the clients' new states."""
-        fed.clients |= answer.mine
-        events.changed |= set(answer.mine)
+        new = answer.late_mine | answer.mine
+        fed.clients |= new
+        events.changed |= set(new)
 
     def end_task(self, fed: Federation) -> Events:
         """The boundary after a task's last round (which is `fed.round` - 1), in place."""
@@ -448,6 +449,8 @@ class Rounds:
         layers = cohort_spread(values, reducer.n, reducer.pieces)
         whole = None if layers is None else (layers @ _shares(reducer.pieces).to(layers)).view(1)
         server = self._server(fed)
+        # of sites there may be more than were expected
+        population = max(self.stream.clients, len(fed.clients.keys() | answer.mine.keys()))
         out = []
         for i, part in enumerate(self.method.parts):
             own = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{i}.")}
@@ -457,7 +460,7 @@ class Rounds:
                     fed.w,
                     reducer.n,
                     reducer.weight,
-                    self.stream.clients,
+                    population,
                     fed.round,
                     self._task(fed),
                     layers if part.layered else whole,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -151,7 +152,7 @@ class FlowerEngine:
                 if one.reducer.n:
                     at = (client, own.round, ask.round, own.task)
                     answer.late.append(held(*at, one.reducer))
-                    answer.mine |= one.mine
+                    answer.late_mine |= one.mine
             self.late = {}
         return answer
 
@@ -180,12 +181,11 @@ class FlowerEngine:
         silent: dict[int, str] = {}
         shared = vectors(ask)
         kind, group = f"train.{ask.exchange}", str(ask.round)
-        ttl = self.terms.deadline * (1 + self.terms.late)
         messages = []
         for client in clients:
             content = wrap(ask, self.run, _token(states.get(client)), shared)
             messages.append(
-                Message(content, self.roll.nodes[client], kind, ttl=ttl, group_id=group)
+                Message(content, self.roll.nodes[client], kind, ttl=self.terms.life, group_id=group)
             )
         # together, so that Flower hashes and sends what they share once
         for client, sent in zip(clients, self.grid.push_messages(messages), strict=True):
@@ -219,9 +219,11 @@ class FlowerEngine:
     def _take_late(self, reply: Message, client: int, ask: Ask) -> None:
         """An answer to an earlier round; one that cannot be used is no more than one that never
         came."""
+        if reply.has_error():
+            log(WARNING, f"{self.name(client)}, late: {reason(reply.error)}")
+            return
         try:
-            if not reply.has_error():
-                self.late[client] = open_reply(reply.content, ask, *self._expected(ask)), ask
+            self.late[client] = open_reply(reply.content, ask, *self._expected(ask)), ask
         except ValueError as error:
             log(WARNING, f"{self.name(client)}, late: its reply {error}")
 
@@ -236,23 +238,37 @@ class FlowerEngine:
     def _reduced(self, ask: Ask, good: Mapping[int, Opened], lost: dict[int, str]) -> Answer:
         method = self.program.method
         answer = Answer(self._reducer(ask), {})
+        forms = Counter(_form(reply) for reply in good.values() if not reply.empty)
+        most = max(forms, key=lambda form: forms[form], default=())
         for client, reply in sorted(good.items()):
-            if reply.lost:
-                log(WARNING, f"{self.name(client)} has lost its state and begins anew")
+            self._tell_lost(client, reply.lost)
             if reply.empty:
                 answer.empty += 1
                 continue
+            if _form(reply) != most:  # a mean over some of those that count would be none
+                lost = lost | {client: "its uploads are not those of the others"}
+                continue
             uploads = {key: value.to(ask.start)[None] for key, value in reply.uploads.items()}
             uploads = method.screen(uploads)
-            if answer.reducer.add([client], uploads, torch.tensor([reply.weight])):
+            weight = 1.0 if method.average == "uniform" else reply.weight
+            if answer.reducer.add([client], uploads, torch.tensor([weight])):
                 answer.mine[client] = _state(reply.token, method)
                 answer.losses += [reply.loss] if math.isfinite(reply.loss) else []
             answer.sent_up += sum(4 * value.numel() for value in uploads.values())
         answer.reducer.dropped |= lost
         return answer
 
+    def _tell_lost(self, client: int, lost: bool) -> None:
+        if lost:
+            log(WARNING, f"{self.name(client)} has lost its state and begins anew")
+
     def _masked(self, ask: Ask, cohort: list[int], states: Mapping[int, list[State]]) -> Answer:
         """Ask so that only the sum of all uploads is seen."""
+        if len(cohort) > secure.MOST:
+            raise EverfedError(
+                f"a masked sum is of {secure.MOST} clients at most, and {len(cohort)} were drawn: "
+                "lower sample"
+            )
         shared = vectors(ask)
         answer = Answer(self._reducer(ask), {})
         for attempt in range(self.terms.retries + 1):
@@ -275,12 +291,18 @@ class FlowerEngine:
         secure.fill(answer.reducer, results, ask.start, self.terms.range)
         for node, result in results.items():
             token = whole(result.metrics["token"])
+            self._tell_lost(clients[node], result.metrics["lost"] is True)
             answer.mine[clients[node]] = _state(token, self.program.method)
         sent = sum(4 * value.numel() for value in answer.reducer.sums.values())
         answer.sent_up = sent * answer.reducer.n
         missing = set(cohort) - set(answer.mine)
         answer.reducer.dropped |= dict.fromkeys(missing, "is not in the masked sum")
         return answer
+
+
+def _form(reply: Opened) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """What a reply uploads, but for the numbers."""
+    return tuple((key, tuple(value.shape)) for key, value in sorted(reply.uploads.items()))
 
 
 def _token(state: list[State] | None) -> int:
@@ -300,6 +322,15 @@ def _made(path: Path, context: Context) -> configs.Experiment:
     """The app's configuration, with what `flwr run --run-config 'set="..."'` changes."""
     changes = str(context.run_config.get("set", "")).split(";")
     return configs.experiment(configs.read(path, [c for c in changes if c.strip()]))
+
+
+def _secret(path: Path, context: Context) -> bool:
+    """Whether a site gives masked uploads only: by its app's file or its SuperNode, whatever the
+    one who starts a run has set."""
+    mine = context.node_config.get("secure", False)
+    if not isinstance(mine, bool):
+        raise EverfedError(f"--node-config: secure must be true or false, not {mine!r}")
+    return mine or configs.experiment(configs.read(path, [])).terms.secure
 
 
 def server_app(config: str | Path, tests: Callable[[], Any] | None = None) -> ServerApp:
@@ -372,7 +403,7 @@ def client_app(config: str | Path, samples: Samples | None = None) -> ClientApp:
                 needed = any(part.spread for part in method.parts)
                 cut = pieces(method, answered.layout) if ask.exchange == "train" else ()
                 content = secure.wrap_masked(answered, cut, made.terms.range, needed)
-            elif made.terms.secure:
+            elif _secret(Path(config), context):
                 raise EverfedError("uploads are only given masked: flower.secure is true")
             else:
                 content = wrap_reply(ask, answered)

@@ -38,6 +38,7 @@ class Answer:
     empty: int = 0  #: clients without samples
     sent_up: int = 0  #: bytes of uploads
     late: list[State] = field(default_factory=list)  #: replies to earlier rounds, see late.py
+    late_mine: ClientStates = field(default_factory=dict)  #: the states that they leave behind
 
 
 class LocalEngine:

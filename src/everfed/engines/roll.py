@@ -39,6 +39,7 @@ class Roll:
     def greet(self) -> set[int]:
         """Ask nodes that are new who they are; the clients that are connected."""
         here = set(self.grid.get_node_ids())
+        self.met &= here  # who comes back may be another site, or a site that has been elsewhere
         for node in here - self.met - set(self.greeted):
             message = Message(RecordDict(), node, HELLO, ttl=self.terms.deadline)
             for sent in self.grid.push_messages([message]):

@@ -38,6 +38,7 @@ from flwr.server.compat.legacy_context import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
 from flwr.server.workflow.constant import Key as WorkflowKey
+from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -49,6 +50,8 @@ from everfed.reduce import Reducer
 from everfed.vector import squares
 
 COARSE = 1024.0
+#: clients of a sum at most: the sum of their weights is told in 2^32 steps, of 2^22 each
+MOST = 1023
 
 
 def check(method: Method) -> None:
@@ -122,6 +125,18 @@ class Masking:
         return self.grid.send_and_receive(messages, timeout=timeout)
 
 
+class Workflow(SecAggPlusWorkflow):
+    """Flower's, in which clients may also drop out before their keys are shared: nobody has masked
+    anything with them, and nobody holds shares that would take their masks out."""
+
+    def share_keys_stage(self, grid: Grid, context: LegacyContext, state: WorkflowState) -> bool:
+        enough = super().share_keys_stage(grid, context, state)
+        there = state.sampled_node_ids = set(state.active_node_ids)
+        neighbours = state.nid_to_neighbours
+        state.nid_to_neighbours = {node: neighbours[node] & there for node in there}
+        return enough
+
+
 def play(
     grid: Grid, contents: Mapping[int, RecordDict], round_: int, terms: Terms
 ) -> dict[int, FitRes]:
@@ -136,7 +151,7 @@ def play(
     )
     collector = Collector(contents)
     context = LegacyContext(Context(0, 0, {}, state, {}), strategy=cast(Any, collector))
-    play_stages = SecAggPlusWorkflow(
+    play_stages = Workflow(
         1.0, max(terms.quorum, 0.51), max_weight=1.0, clipping_range=terms.range,
         timeout=terms.deadline,
     )  # fmt: skip

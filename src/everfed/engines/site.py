@@ -125,9 +125,9 @@ class Store:
         raw = pack(tensors, {})
         write(self._path(token), self.cipher.encrypt(raw) if self.cipher else raw)
         files = sorted(self.folder.glob("*.state"), key=lambda path: path.stat().st_mtime_ns)
-        for path in files[:-KEPT]:
-            if path != self._path(asked):
-                path.unlink(missing_ok=True)
+        needed = {self._path(asked), self._path(token)}  # whatever the clock says
+        for path in {*files[:-KEPT], *self.folder.glob("*.tmp")} - needed:
+            path.unlink(missing_ok=True)
 
 
 class AtSite(Stream):

@@ -43,6 +43,11 @@ class Terms:
     #: where sites keep their states
     store: str = "~/.everfed/sites"
 
+    @property
+    def life(self) -> float:
+        """Seconds until an answer can no longer count, and its message may be forgotten."""
+        return self.deadline + self.late * max(self.deadline, self.every)
+
 
 class Pace:
     """When a round may begin: some seconds after the last one did."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,15 @@ def _arrays(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 def _tensor(array: Array) -> Tensor:
     return torch.from_numpy(np.require(array.numpy(), requirements=("C", "W")))
+
+
+def _header(raw: bytes) -> tuple[tuple[int, ...], str]:
+    """Shape and type of a .npy file, before any of its numbers is read."""
+    file = BytesIO(raw)
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("uploads a file of another version")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    return tuple(shape), str(dtype)
 
 
 def vectors(ask: Ask) -> dict[str, ArrayRecord]:
@@ -115,7 +125,7 @@ def open_reply(content: RecordDict, ask: Ask, shapes: Mapping[str, int], known: 
         raise ValueError(f"uploads {', '.join(sorted(arrays)) or 'nothing'}")
     sent = (value.numel() for own in ask.down for value in own.values())
     limit = max(SMALL, *shapes.values(), *sent)
-    dtype = str(ask.start.numpy().dtype)
+    dtype = str(ask.start.dtype).removeprefix("torch.")
     for key, array in arrays.items():
         size = math.prod(array.shape)
         right = size == shapes[key] if key in shapes else size <= limit
@@ -125,10 +135,9 @@ def open_reply(content: RecordDict, ask: Ask, shapes: Mapping[str, int], known: 
     uploads = {}
     for key, array in arrays.items():
         try:
-            value = _tensor(array)
-        except (TypeError, EOFError, OSError) as error:
+            if _header(array.data) != (tuple(array.shape), dtype):
+                raise ValueError(f"uploads {key} otherwise than it says")
+            uploads[key] = _tensor(array)
+        except (TypeError, EOFError, OSError, MemoryError) as error:
             raise ValueError(f"uploads {key} in a form that cannot be read") from error
-        if tuple(value.shape) != tuple(array.shape) or str(array.numpy().dtype) != dtype:
-            raise ValueError(f"uploads {key} otherwise than it says")
-        uploads[key] = value
     return Opened(uploads, weight, loss, token, False, lost)

@@ -92,7 +92,7 @@ class Privacy(Part):
         if "buffers" in uploads and uploads["buffers"].numel():
             raise EverfedError("running statistics cannot be made private: use GroupNorm")
         squares = [v.double().reshape(len(v), -1).square().sum(1) for v in uploads.values()]
-        norm = sum(squares, torch.zeros(1)).sqrt()
+        norm = sum(squares, torch.zeros(())).sqrt()
         factor = self.clip / norm.clamp(min=self.clip)
         out = {k: v * factor.to(v).view(-1, *[1] * (v.dim() - 1)) for k, v in uploads.items()}
         if self.where == "central":

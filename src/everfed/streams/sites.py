@@ -46,13 +46,15 @@ class Sites(Stream):
         return self.tests[task] if task < len(self.tests) else np.zeros(0, dtype=np.int64)
 
     def prolongs(self, described: Mapping[str, Any]) -> bool:
-        """Where tasks, or rounds of the last one, are added: what lies behind stays as it was."""
+        """Where tasks, rounds of the last one or sites are added: what lies behind stays as it
+        was."""
         own, rounds = self.describe(), described.get("rounds", [])
         k = len(rounds)
         if set(own) != set(described) or not 0 < k <= len(self.task_rounds):
             return False
         *earlier, last = self.task_rounds[:k]
         own |= {"rounds": [*earlier, min(last, rounds[-1])], "tasks": list(self.names[:k])}
+        own["clients"] = min(self.clients, described.get("clients", 0))
         return own == dict(described)
 
     def describe(self) -> dict[str, Any]:
