@@ -74,10 +74,10 @@ class Scaffold(Part):
         return update, {"dc": dc}, {"c": own + dc, "task": task}
 
     def fold(self, s: State, update: Tensor, r: Reduced) -> tuple[Tensor, State]:
-        # with c the mean of all c_i, those who are new at 0
-        before = s.get("population", tensor(r.population))
-        c = s["c"] * float(before / r.population) + r["dc"] / r.population
-        return update, {"c": c, "population": tensor(r.population)}
+        c, before = s["c"], int(s.get("population", r.population))
+        if before != r.population:  # c is the mean of all c_i, and those who are new are at 0
+            c = c * (before / r.population)
+        return update, {"c": c + r["dc"] / r.population, "population": tensor(r.population)}
 
     def task_end(self, s: State, w: Tensor, r: Reduced) -> State:
         return {"c": zeros_like(w)} if self.reset else s
