@@ -166,7 +166,7 @@ def streams_of(data: ef.data.Data) -> dict[str, Stream]:
         "drifting": ef.streams.drifting(data, clients=4, size=30, rounds=6),
         "periodic": ef.streams.periodic(data, clients=4, period=4, size=30, rounds=6),
         "blocks": ef.streams.blocks(rows, clients=4, blocks=2, rounds=3),
-        "regimes": ef.streams.regimes(data, clients=9, cohort=4, drift="client", rounds=6),
+        "regimes": ef.streams.regimes(data, clients=9, cohort=4, drift="both", rounds=6),
     }
 
 

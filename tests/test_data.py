@@ -362,3 +362,51 @@ def test_a_table_without_rows_is_told(tmp_path):
     (tmp_path / "head.csv").write_text("a,b,y\n")
     with pytest.raises(EverfedError, match="no rows"):
         ef.data.series("head.csv", tmp_path)
+
+
+def test_images_of_16_bits_keep_their_shades(tmp_path):
+    """As scanners write them; Pillow alone would make nearly all pixels white."""
+    image = pytest.importorskip("PIL.Image")
+    shades = np.linspace(0, 65535, 16 * 16).reshape(16, 16).astype(np.uint16)
+    for name in ("a", "b"):
+        (tmp_path / "scans" / "all" / name).mkdir(parents=True)
+        for k in range(5):
+            image.fromarray(shades).save(tmp_path / "scans" / "all" / name / f"{k}.png")
+    image.fromarray(shades.astype(np.float32)).save(tmp_path / "scans" / "all" / "a" / "f.tiff")
+    data = ef.data.folders("scans", tmp_path, size=16, channels=1)
+    expected = (shades // 257).astype(np.uint8)
+    assert (data.x[0, 0].numpy() == expected).all()
+    assert len(data.train) + len(data.test) == 10
+    assert any("f.tiff" in note and "floats" in note for note in data.notes)
+
+
+@pytest.mark.parametrize(
+    ("head", "last"), [("0,1,2,label", "1"), ("0,1,2,3", "1"), ("a,b,c,d", "1"), ("", "yes")]
+)
+def test_names_of_columns_are_no_row(head, last, tmp_path):
+    lines = [f"{k}.5,{k},{-k},{k % 2 if last == '1' else ('no', last)[k % 2]}" for k in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join([head, *lines] if head else lines) + "\n")
+    data = ef.data.series("a.csv", tmp_path)
+    assert (len(data.y), data.classes) == (40, 2)
+
+
+def test_large_numbers_are_labels_of_their_own(tmp_path):
+    labels = (9007199254740992, 9007199254740993)
+    (tmp_path / "a.csv").write_text("".join(f"{k},{labels[k % 2]}\n" for k in range(40)))
+    assert ef.data.series("a.csv", tmp_path).classes == 2
+
+
+def test_a_column_that_does_not_move_in_training_does_not_explode(tmp_path):
+    """The deviation of 0.1, 0.1, ... is 1e-17 and not 0."""
+    lines = [f"{0.1 if k < 30 else 0.2},{k},{k % 2}" for k in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    assert float(ef.data.series("a.csv", tmp_path).x.abs().max()) < 10
+
+
+def test_all_pixels_of_images_without_channels_are_permuted():
+    x = torch.arange(16.0).reshape(1, 4, 4).repeat(10, 1, 1)
+    made = ef.data.permute(ef.data.arrays(x, [0, 1] * 5), tasks=2)
+    order = made.x[-1].flatten()
+    assert sorted(order.tolist()) == list(range(16))
+    columns = (order.reshape(4, 4) % 4).tolist()
+    assert any(row != columns[0] for row in columns)

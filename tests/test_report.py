@@ -581,3 +581,23 @@ def test_stream_on_the_command_line(tmp_path):
     elsewhere = everfed("stream", "-p", tmp_path / "no" / "x.png", expect=1)
     assert "cannot be written" in elsewhere.stderr
     assert "did you mean 'rounds'" in everfed("stream", "--set", "stream.round=1", expect=2).stderr
+
+
+def test_seeds_of_who_is_present_are_one_comparison(tmp_path):
+    """Who comes and goes follows from the run's seed, as the split of the data does."""
+    args = ("--set", "present.start=0.7", "--set", "present.join=0.2", "--set", "stream.rounds=1")
+    everfed("compare", "-m", "fedavg", "-s", "0,1", *args, "--folder", str(tmp_path / "both"))
+    assert list(collect([tmp_path / "both"])) == ["fedavg"]
+
+
+def test_where_classes_arrive_an_unfinished_run_has_no_acc():
+    """Tasks that are to come are not tested on: the mean over those met would be another number."""
+    ends = [("accuracy", 0, 0, 0.9)]
+    records = [
+        {"metric": m, "task": t, "on": on, "value": v, "end": True, "round": 0}
+        for m, t, on, v in ends
+    ]
+    assert summarise(records).acc == 0.9
+    assert np.isnan(summarise(records, 5).acc)
+    about = {"tasks": ["a", "b"], "task_rounds": [1, 1], "method": {"name": "fedavg"}}
+    assert np.isnan(Loaded(Path("."), about, records).summary.acc)

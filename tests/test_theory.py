@@ -23,6 +23,7 @@ from everfed.theory.measure import measure
 from everfed.theory.weights import bounded, correlated, independent
 from everfed.vector import folded
 from quadratics import Point, energy
+from test_cli import everfed
 
 
 def dense(t, drift, loss, alpha):
@@ -342,3 +343,12 @@ def test_drift_on_the_command_line():
         assert word in told.stdout
     few = CliRunner().invoke(app, [*words, "--set", "stream.rounds=2"])
     assert "at least 3 rounds of 3 clients" in str(few.exception)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("rounds", "1e-200", "--time", "1"), ("special", "--lam", "1e200")],
+)
+def test_numbers_beyond_floats_are_one_line(words):
+    told = everfed("theory", *words, expect=1)
+    assert "too large or too small" in told.stderr

@@ -281,3 +281,82 @@ def test_real_drawers(data_dir):
     data = ef.data.npz("omniglot_small_drawers.npz", data_dir, client="drawer")
     stream = ef.streams.given(data, test="users", share=0.25)
     assert stream.clients == 15
+
+
+def test_owners_in_an_npz_file_are_known_for_tests_too(tmp_path):
+    """A fifth is held out of x and y, and may be a user's only samples."""
+    client = np.repeat([f"user {k}" for k in range(30)], 2)
+    np.savez(tmp_path / "a.npz", x=np.zeros((60, 3)), y=np.arange(60) % 2, who=client)
+    data = ef.data.npz("a.npz", tmp_path, client="who")
+    stream = ef.streams.given(data, test="samples")
+    held = {int(i) for k in range(stream.clients) for i in stream.samples(k, 0)}
+    assert stream.clients == 30
+    assert held | set(stream.test(0).tolist()) == set(range(60))
+
+
+def test_every_task_has_tests_where_the_last_samples_are_held_out():
+    data = arrays(
+        np.zeros((40, 2)), np.arange(40) % 2, client=np.arange(40) % 2,
+        task=np.arange(40) // 20, ordered=True,
+    )  # fmt: skip
+    stream = ef.streams.given(data, test="samples")
+    assert [len(stream.test(task)) for task in (0, 1)] == [4, 4]
+    assert stream.test(0).tolist() == [16, 17, 18, 19]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: ef.streams.given(data, test="sample"),
+        lambda data: ef.streams.regimes(data, clients=4, cohort=2, drift="iiid"),
+        lambda data: ef.streams.evolving(data, clients=2, subsets=2, order="draw"),
+        lambda data: ef.streams.evolving(data, clients=2, subsets=2, split="three"),
+        lambda data: ef.streams.blocks(data, clients=2, blocks=2, cut="turn"),
+        lambda data: ef.streams.periodic(data, shape="smoth"),
+    ],
+)
+def test_a_misspelt_choice_is_refused(make):
+    """One of them would have tested on what is trained on."""
+    data = arrays(np.zeros((40, 2)), np.arange(40) % 2, client=np.arange(40) % 2, ordered=True)
+    with pytest.raises(EverfedError, match="must be one of"):
+        make(data)
+
+
+def test_a_cohort_that_shares_its_data_out_cannot_be_absent():
+    data = arrays(np.zeros((40, 2)), np.arange(40) % 2)
+    both, client = (
+        ef.streams.regimes(data, clients=8, cohort=4, drift=drift) for drift in ("both", "client")
+    )
+    with pytest.raises(EverfedError, match="the absent"):
+        ef.streams.present(client, start=0.5)
+    with pytest.raises(EverfedError, match="draws cohorts of 4"):
+        ef.run(ef.methods.fedavg(), ef.streams.present(both), ef.models.mlp(2, 2), sample=3)
+
+
+@pytest.mark.parametrize(
+    ("columns", "inputs", "said"),
+    [
+        ({"y": ["a", None]}, ["x"], "'y' has rows without a value"),
+        ({"y": [0, None]}, ["x"], "'y' has rows without a value"),
+        ({"who": ["a", None]}, ["x"], "'who' has rows without a value"),
+        ({"x": [0.0, float("nan")]}, ["x"], "hold NaN"),
+        ({"many": [[1.0], [2.0]]}, ["many", "x"], "or one of lists"),
+        ({"y": [0, 2**40]}, ["x"], "number the classes"),
+    ],
+)
+def test_parquet_files_with_gaps_are_told(columns, inputs, said, tmp_path, monkeypatch):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setenv("EVERFED_CACHE", str(tmp_path / "cache"))
+    whole = {"x": [0.0, 1.0], "y": [0, 1], "who": ["a", "b"]} | columns
+    parquet.write_table(pa.table(whole), tmp_path / "a.parquet")
+    with pytest.raises(EverfedError, match=said):
+        ef.data.parquet("a.parquet", tmp_path, inputs=inputs, label="y", client="who")
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EVERFED_CACHE", str(tmp_path / "file"))
+    parquet.write_table(pa.table({"x": [0.0, 1.0], "y": [0, 1]}), tmp_path / "a.parquet")
+    with pytest.raises(EverfedError, match="set EVERFED_CACHE"):
+        ef.data.parquet("a.parquet", tmp_path, inputs=["x"], label="y")

@@ -166,13 +166,12 @@ def show(
     if format_ is Format.text:
         _show(runs)
         return
-    from everfed.metrics import summarise
     from everfed.records import collect, differences, not_begun
     from everfed.report import table
     from everfed.report.page import notes
 
     found = collect(runs)
-    summaries = {m: [summarise(r.records) for r in own] for m, own in found.items()}
+    summaries = {m: [r.summary for r in own] for m, own in found.items()}
     print(table.latex(summaries) if format_ is Format.latex else table.markdown(summaries))
     told = [*not_begun(runs), *differences(found), *notes(found), *table.trouble(summaries)]
     _notes(told)
@@ -440,6 +439,14 @@ def theory_weights(
         print(f"{p:.6f}")
 
 
+@contextmanager
+def _computable() -> Iterator[None]:
+    try:
+        yield
+    except (ZeroDivisionError, OverflowError):
+        raise EverfedError("some of these numbers are too large or too small") from None
+
+
 @theory.command("rounds")
 def theory_rounds(
     epsilon: Annotated[float, typer.Argument(help="The accuracy to reach.")],
@@ -459,8 +466,9 @@ def theory_rounds(
 
     k = rates.Constants(epsilon, clients, steps, noise, client, time, loss, correlation,
                         smooth, convex, distance)  # fmt: skip
-    found = {name: rates.rounds(name, k) for name in rates.VARIANCE}
-    for name, value in (found | rates.earlier(k)).items():
+    with _computable():
+        found = {name: rates.rounds(name, k) for name in rates.VARIANCE} | rates.earlier(k)
+    for name, value in found.items():
         print(f"{name:30} {value:12.5g}")
     print(f"Orders, without constant factors; CFL up to a bias that grows with R². They hold for "
           f"local learning rates up to {rates.largest_rate(k):.3g}.")  # fmt: skip
@@ -490,7 +498,9 @@ def theory_special(
 
     k = special.Constants(lam, task, clients, sample, rounds, steps, lr, server_lr, bound, smooth,
                           noise, client, between, past, gap, cosine)  # fmt: skip
-    for line in special.told(k):
+    with _computable():
+        told = list(special.told(k))
+    for line in told:
         print(line)
 
 
@@ -590,6 +600,10 @@ def _new_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{number}"
 
 
+#: seeds of a comparison at most; more are a slip
+MOST = 10_000
+
+
 def _seeds(text: str) -> list[int]:
     """0,1,2 or 0-2, as `compare -s` takes them."""
     from everfed.config import ConfigError
@@ -598,10 +612,10 @@ def _seeds(text: str) -> list[int]:
     try:
         for item in text.split(","):
             first, dash, last = item.partition("-")
-            found += range(int(first), int(last if dash else first) + 1)
+            found += range(int(first), min(int(last if dash else first), int(first) + MOST) + 1)
     except ValueError:
         found = []
-    if not found:
+    if not found or len(found) > MOST:
         raise ConfigError(f"-s takes seeds, for example 0,1,2 or 0-2, not {text!r}")
     return found
 
@@ -688,14 +702,14 @@ def _notes(notes: Iterable[str]) -> None:
 
 
 def _show(paths: list[Path]) -> None:
-    from everfed.metrics import drift, summarise
+    from everfed.metrics import drift
     from everfed.records import collect, differences, not_begun
     from everfed.report.figure import comparison
     from everfed.report.page import gather, notes
     from everfed.report.table import table, trouble
 
     runs = collect(paths)
-    summaries = {m: [summarise(r.records) for r in own] for m, own in runs.items()}
+    summaries = {m: [r.summary for r in own] for m, own in runs.items()}
     count = max(len({str(run.seed) for run in own}) for own in runs.values())
     title = f"mean ± std over {count} seeds" if count > 1 else None
     out.print(table(summaries, title, out.width))

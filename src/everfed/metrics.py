@@ -19,14 +19,15 @@ Record = dict[str, Any]
 Matrix = np.ndarray
 
 
-def matrix(records: Iterable[Record], metric: str = "accuracy") -> Matrix:
-    """`A[i][j]` from the evaluations at the tasks' ends; NaN where there was none.
+def matrix(records: Iterable[Record], metric: str = "accuracy", tasks: int = 0) -> Matrix:
+    """`A[i][j]` from the evaluations at the tasks' ends; NaN where there was none, or none yet in a
+    run of so many `tasks` (those that are to come may not be tested on).
 
     >>> matrix([{"metric": "accuracy", "task": 0, "on": 0, "value": 0.9, "end": True}])
     array([[0.9]])
     """
     ends = [r for r in records if r["metric"] == metric and r.get("end")]
-    size = 1 + max((max(r["task"], r["on"]) for r in ends), default=-1)
+    size = max([tasks if ends else 0, *(1 + max(r["task"], r["on"]) for r in ends)])
     out = np.full((size, size), np.nan)
     for r in ends:
         out[r["task"], r["on"]] = math.nan if r["value"] is None else r["value"]
@@ -231,9 +232,9 @@ class Summary:
     ndcg_10: float = math.nan  #: among the first 10
 
 
-def summarise(records: Sequence[Record]) -> Summary:
-    """The measures of one run."""
-    a = matrix(records)
+def summarise(records: Sequence[Record], tasks: int = 0) -> Summary:
+    """The measures of one run, of so many tasks in all where that is known."""
+    a = matrix(records, tasks=tasks)
 
     def total(metric: str) -> float:
         return float(sum(r["value"] or 0 for r in records if r["metric"] == metric))
@@ -259,9 +260,9 @@ def summarise(records: Sequence[Record]) -> Summary:
         dropped_updates=int(total("dropped_updates")),
         lost_rounds=int(total("lost_round")),
         empty_clients=int(total("empty_clients")),
-        auc=acc(matrix(records, "auc")),
-        hr_5=acc(matrix(records, "hr@5")),
-        hr_10=acc(matrix(records, "hr@10")),
-        ndcg_5=acc(matrix(records, "ndcg@5")),
-        ndcg_10=acc(matrix(records, "ndcg@10")),
+        auc=acc(matrix(records, "auc", tasks)),
+        hr_5=acc(matrix(records, "hr@5", tasks)),
+        hr_10=acc(matrix(records, "hr@10", tasks)),
+        ndcg_5=acc(matrix(records, "ndcg@5", tasks)),
+        ndcg_10=acc(matrix(records, "ndcg@10", tasks)),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.errors import EverfedError
-from everfed.metrics import Record
+from everfed.metrics import Record, Summary, summarise
 
 #: the longest name of a method with its settings
 BRIEF = 24
@@ -63,6 +63,11 @@ class Loaded:
         return sum(known) if known else None
 
     @property
+    def summary(self) -> Summary:
+        """Its measures; without ACC where tasks are still to come."""
+        return summarise(self.records, len(self.tasks))
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What makes runs comparable, flat: all but the seed and what follows from it."""
         out: dict[str, Any] = {}
@@ -75,10 +80,15 @@ class Loaded:
             kept = {key: value for key, value in own.items() if key not in ("seed", "tasks")}
             if section == "stream" and "rounds" in kept:  # a configuration's are those of a task
                 kept["all rounds"] = kept.pop("rounds")
-            out |= {f"{section}.{key}": value for key, value in kept.items()}
+            out |= {f"{section}.{key}": _seedless(value) for key, value in kept.items()}
         for key in ("data", "sample", "parameters", "precision"):
             out[key] = self.about.get(key)
         return out
+
+
+def _seedless(value: Any) -> Any:
+    """A setting without the seed that it may hold, as who is present does."""
+    return {k: v for k, v in value.items() if k != "seed"} if isinstance(value, dict) else value
 
 
 def run_name(method: str, seed: int) -> str:
@@ -239,6 +249,8 @@ def _whole(record: Any) -> bool:
         return False
     counts = [record.get("round"), record.get("task"), record.get("on", 0)]
     if not all(isinstance(n, int) and 0 <= n < 10**9 for n in counts):
+        return False
+    if record.get("end") and "on" not in record:
         return False
     number = record["value"] is None or isinstance(record["value"], int | float)
     return isinstance(record.get("metric"), str) and (number or record["metric"] == "labels")

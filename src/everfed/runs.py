@@ -84,12 +84,12 @@ class Run:
     @property
     def matrix(self) -> np.ndarray:
         """Accuracy on task j after task i, (tasks, tasks)."""
-        return metrics.matrix(self.records)
+        return metrics.matrix(self.records, tasks=len(self.tasks))
 
     @property
     def summary(self) -> Summary:
         """All measures at once."""
-        return metrics.summarise(self.records)
+        return metrics.summarise(self.records, len(self.tasks))
 
     @property
     def acc(self) -> float:

@@ -8,6 +8,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -172,18 +173,19 @@ def npz(
         test, train = np.split(order, [len(order) // 5])
     if table["y"].dtype.kind in "US":
         table["y"] = codes(table["y"])
-    owners = codes(table[client][train]) if client else None
     kinds, titles = tasks_of(table[task]) if task else (None, None)
-    return arrays(
+    made = arrays(
         table["x"][train],
         table["y"][train],
         test=(table["x"][test], table["y"][test]),
-        client=owners,
         task=None if kinds is None else kinds[train],
         test_task=None if kinds is None else kinds[test],
         tasks=titles or _titles(found.get(f"{task}s"), kinds, table.get(task or "")),
         name=path.stem,
     )
+    if client is None:
+        return made
+    return replace(made, client=codes(table[client])[np.concatenate([train, test])])
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:

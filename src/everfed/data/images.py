@@ -128,10 +128,25 @@ def _decode(file: Path, size: int, channels: int) -> np.ndarray:
         return _scaled(image, size, channels)
 
 
+def eight_bit(image: Image) -> Image:
+    """The same image with 256 shades: Pillow would cut those of 16 bits off at 255."""
+    if image.mode == "F" or not image.mode.startswith("I"):
+        if image.mode == "F":
+            raise ValueError("its pixels are floats: save it with 8 or 16 bits")
+        return image
+    from PIL import Image as making
+
+    shades = np.asarray(image)
+    if int(shades.min()) < 0 or int(shades.max()) > 65535:  # mode I also is what 16 bits become
+        raise ValueError("its pixels have 32 bits: save it with 8 or 16")
+    return making.fromarray((shades // 257).astype(np.uint8))
+
+
 def _scaled(image: Image, size: int, channels: int) -> np.ndarray:
     from PIL.Image import Resampling
 
     mode = "RGB" if channels == 3 else "L"
+    image = eight_bit(image)
     if image.mode in ("P", "PA", "LA", "RGBa"):  # palettes and transparency in one step lose colour
         image = image.convert("RGBA")
     made = image.convert(mode).resize((size, size), Resampling.BILINEAR)

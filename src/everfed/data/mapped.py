@@ -20,8 +20,8 @@ from torch import Tensor
 
 from everfed.chance import rng
 from everfed.data.files import Missing, codes, data_folder, tasks_of
-from everfed.data.images import cache_folder
-from everfed.data.table import Data, names
+from everfed.data.images import cache_folder, eight_bit
+from everfed.data.table import Data, finite, labels, names
 from everfed.errors import EverfedError
 
 #: rows of a Parquet file that are in memory at once
@@ -74,16 +74,23 @@ def parquet(
     if not files or not files[0].is_file():
         raise Missing(f"there is no Parquet file {place}")
     columns = {"y": label} | {k: v for k, v in (("client", client), ("task", task)) if v}
-    digest = hashlib.sha256(repr((2, list(inputs), columns)).encode())
+    digest = hashlib.sha256(repr((3, list(inputs), columns)).encode())
     for file in files:
         facts = file.stat()
         digest.update(f"{file.absolute()}\0{facts.st_size} {facts.st_mtime_ns}\n".encode())
     made = cache_folder() / f"table-{digest.hexdigest()[:32]}"
     if not made.is_dir():
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=made.parent) as own:
-            _convert(files, inputs, columns, Path(own, "table"))
-            os.replace(Path(own, "table"), made)
+        try:
+            made.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=made.parent) as own:
+                _convert(files, inputs, columns, Path(own, "table"))
+                os.replace(Path(own, "table"), made)
+        except OSError as error:
+            if not made.is_dir():  # where it is, another process has made it meanwhile
+                raise EverfedError(
+                    f"{made.parent} cannot be written ({error.strerror}), where Parquet files are "
+                    "brought into a form to train from: set EVERFED_CACHE to another folder"
+                ) from None
     return _table(made, client and "client", task and "task", place.stem)
 
 
@@ -99,10 +106,8 @@ def _table(place: Path, client: str | None, task: str | None, name: str | None =
             raise EverfedError(f"{place}: {key}.npy and x.npy must have one entry a sample each")
         return found
 
-    y = column("y")
-    y = codes(y) if y.dtype.kind in "US" else y if y.dtype.kind == "f" else y.astype(np.int64)
-    if y.dtype.kind == "i" and y.min() < 0:
-        raise EverfedError(f"{place / 'y.npy'}: labels must be 0, 1, 2, ..., numbers or text")
+    found = column("y")
+    y = labels(codes(found) if found.dtype.kind in "US" else found, name or str(place))
     kinds = column(task) if task else None
     of_row, titles = None, ["all"]
     if kinds is not None:
@@ -117,7 +122,7 @@ def _table(place: Path, client: str | None, task: str | None, name: str | None =
     return Data(
         name or place.name,
         _laid_out(x),
-        torch.from_numpy(y),
+        y,
         train,
         test,
         task=of_row,
@@ -183,7 +188,13 @@ def _convert(
                     )
                 out[at : at + len(rows)] = rows
                 at += len(rows)
+                finite(rows, f"rows of inputs in {path}, from its row {at - len(rows)} on,")
                 for key, name in columns.items():
+                    if batch.column(name).null_count:
+                        raise EverfedError(
+                            f"{path}: the column {name!r} has rows without a value: leave them out "
+                            "first"
+                        )
                     kept[key].append(batch.column(name).to_numpy(zero_copy_only=False))
     except (OSError, pa.ArrowException) as error:
         raise EverfedError(f"{files[0].parent}: not whole Parquet files: {error}") from None
@@ -205,11 +216,14 @@ def _rows(columns: Sequence[Any], path: Path) -> np.ndarray:
     first = columns[0]
     if any(column.null_count for column in columns):
         raise EverfedError(f"{path} has rows without inputs: leave them out first")
+    numbers = all(pa.types.is_integer(c.type) or pa.types.is_floating(c.type) for c in columns)
+    if not numbers and len(columns) > 1:
+        raise EverfedError(f"{path}: inputs are columns of numbers, or one of lists or images")
     if pa.types.is_struct(first.type) or pa.types.is_binary(first.type):
         return np.stack(list(_pictures(first, path)))
     if pa.types.is_list(first.type) or pa.types.is_fixed_size_list(first.type):
         return np.stack([np.asarray(row, dtype=np.float32) for row in first.to_pylist()])
-    if not all(pa.types.is_integer(c.type) or pa.types.is_floating(c.type) for c in columns):
+    if not numbers:
         raise EverfedError(f"{path}: inputs must be numbers, lists of numbers or images")
     return np.column_stack([c.to_numpy(zero_copy_only=False) for c in columns]).astype(np.float32)
 
@@ -220,6 +234,6 @@ def _pictures(column: Any, path: Path) -> Iterator[np.ndarray]:
     for k, cell in enumerate(column.to_pylist()):
         raw = cell["bytes"] if isinstance(cell, dict) else cell
         try:
-            yield np.asarray(Image.open(BytesIO(raw)).convert("L"), dtype=np.uint8)
+            yield np.asarray(eight_bit(Image.open(BytesIO(raw))).convert("L"), dtype=np.uint8)
         except (OSError, TypeError, ValueError) as error:
             raise EverfedError(f"{path} has an image that cannot be read ({k}): {error}") from None

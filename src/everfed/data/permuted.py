@@ -32,7 +32,7 @@ def permute(data: Data, *, tasks: PositiveInt = 5, seed: int = 0) -> Data:
         raise EverfedError(f"tasks must be at least 1, not {tasks}")
     ids = np.concatenate([data.train, data.test])
     x = data.x[torch.from_numpy(ids)]
-    flat = x.flatten(2) if x.dim() > 2 else x.unsqueeze(1)
+    flat = x.flatten(2) if x.dim() == 4 else x.flatten(1).unsqueeze(1)
     orders = [rng(seed, "pixels", k).permutation(flat.shape[2]) for k in range(1, tasks)]
     views = [x, *(flat[:, :, torch.from_numpy(order)].view_as(x) for order in orders)]
     begins = len(ids) * np.arange(tasks)[:, None]

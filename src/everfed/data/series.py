@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,7 +116,8 @@ def _series(
     if not held.any() or (kinds is not None and len(np.unique(kinds[held])) <= kinds.max()):
         raise EverfedError(f"{path} has too few rows to keep some of every task for tests")
     spread = x[~held].std(0)
-    x = (x - x[~held].mean(0)) / np.where(spread > 0, spread, 1)
+    moves = spread > 1e-9 * np.abs(x[~held]).max(0)  # of 0.1 and 0.1 and 0.1 it is not quite 0
+    x = (x - x[~held].mean(0)) / np.where(moves, spread, 1)
     made = arrays(
         x, _targets(columns[label]), task=kinds, tasks=titles, client=owners, ordered=True,
         name=name or path.stem,
@@ -139,10 +141,13 @@ def _last(rows: int, owners: np.ndarray | None, kinds: np.ndarray | None) -> np.
 
 def _targets(values: np.ndarray) -> np.ndarray:
     """Classes from text or whole numbers; other numbers as they are."""
+    if values.dtype.kind != "f":
+        with suppress(ValueError, OverflowError):  # first: floats would merge large numbers
+            values = values.astype(np.int64)
     try:
-        numbers = values.astype(np.float64)
+        numbers = values if values.dtype.kind == "i" else values.astype(np.float64)
     except ValueError:
-        numbers = np.unique(values, return_inverse=True)[1].astype(np.float64)
+        numbers = np.unique(values, return_inverse=True)[1]
     whole = np.array_equal(numbers, np.rint(numbers))
     return np.unique(numbers, return_inverse=True)[1] if whole else numbers
 
@@ -197,7 +202,7 @@ def _csv(path: Path) -> tuple[Columns, int]:
     mark = next((mark for mark in OTHERS if mark in rows[0][0]), None)
     if mark and len(rows[0]) == 1:
         raise EverfedError(f"{path}: is it separated by {mark!r}? Save it with commas")
-    named = any(not _is_number(cell) for cell in rows[0][:-1])
+    named = _has_names(rows)
     titles = [cell.strip() if named else str(k) for k, cell in enumerate(rows[0])]
     body = rows[named:]
     if len(set(titles)) < len(titles):
@@ -210,6 +215,17 @@ def _csv(path: Path) -> tuple[Columns, int]:
             raise EverfedError(f"{path}, row {line}: {len(row)} cells, not {len(titles)}")
     table = np.array(body, dtype=str)
     return dict(zip(titles, table.T, strict=True)), int(named)
+
+
+def _has_names(rows: list[list[str]]) -> bool:
+    """Whether the first row names the columns: it has text where inputs are numbers or where the
+    labels below are, or it counts the columns, as an unnamed frame does that was saved."""
+    first, *body = rows
+    if any(not _is_number(cell) for cell in first[:-1]):
+        return True
+    labelled = not _is_number(first[-1]) and all(_is_number(row[-1]) for row in body)
+    counted = len(first) > 2 and first == [str(k) for k in range(len(first))]
+    return bool(body) and (labelled or counted)
 
 
 def _is_number(cell: str) -> bool:

@@ -353,6 +353,13 @@ def _check_classes(y: Tensor, name: str) -> None:
         )
 
 
+def labels(y: Array, name: str) -> Tensor:
+    """Classes 0, 1, 2, ... or other targets, one a sample, checked."""
+    t = _labels(y)
+    _check_classes(t, name)
+    return t
+
+
 def _labels(y: Array) -> Tensor:
     t = _tensor(y, "labels")
     if t.is_floating_point():

@@ -28,6 +28,10 @@ DASHES = ("-", "--", ":")
 MARKERS = "osD^vP*X"
 
 
+#: boundaries of tasks that are drawn; more would be a grey field, and slow
+EDGES = 60
+
+
 @contextmanager
 def plain() -> Iterator[None]:
     """Names come from users: a dollar sign is no formula, and a glyph may be missing."""
@@ -172,7 +176,7 @@ def _lines(axis: Axes, page: Page, lines: Sequence[Sequence[Curve | None]]) -> N
             )
             low = np.maximum(y - s, 0) if np.nanmin(y) >= 0 else y - s
             axis.fill_between(curve.x, low, y + s, color=_colour(k), alpha=0.12, lw=0)
-    for edge in page.edges:
+    for edge in _edges(page):
         axis.axvline(edge + 0.5, color="0.75", lw=0.8, ls=":")
     axis.spines[["top", "right"]].set_visible(False)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -281,7 +285,7 @@ def _stream(page: Page) -> Figure | None:
     height = max(2.0, 0.22 * len(view.classes) + 0.9)
     figure, axis = plt.subplots(figsize=(8.0, height), layout="constrained")
     bubbles(axis, view.rounds, view.classes, view.whole, min(0.2, 7.0 / len(view.rounds)))
-    for edge in page.edges:
+    for edge in _edges(page):
         axis.axvline(edge + 0.5, color="0.75", lw=0.8, ls=":")
     axis.set_ylabel("class")
     axis.set_title(f"samples of each round's clients ({_cut(view.of, 40)})", loc="left", fontsize=9)
@@ -306,3 +310,7 @@ def _colour(k: int) -> str:
 
 def _dash(k: int) -> str:
     return DASHES[k // len(COLOURS) % len(DASHES)]
+
+
+def _edges(page: Page) -> Sequence[int]:
+    return page.edges if len(page.edges) <= EDGES else ()

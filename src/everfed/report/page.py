@@ -20,7 +20,7 @@ import numpy as np
 
 from everfed import __version__
 from everfed.errors import EverfedError
-from everfed.metrics import Record, explained, matrix, prequential, summarise
+from everfed.metrics import Record, explained, matrix, prequential
 from everfed.records import Loaded, differing, unequal
 from everfed.report.table import caption, cells, columns_of, spread, trouble
 
@@ -164,7 +164,7 @@ def gather(runs: Runs) -> Page:
         ]
 
     matrices = {m: [_matrix(run, measure, len(tasks)) for run in own] for m, own in runs.items()}
-    summaries = {m: [summarise(run.records) for run in own] for m, own in runs.items()}
+    summaries = {m: [run.summary for run in own] for m, own in runs.items()}
     rows = cells(summaries)
     settings = [own[0].settings for own in runs.values()]
     apart = differing(settings)

@@ -9,7 +9,7 @@ import numpy as np
 
 from everfed.data.table import Data
 from everfed.errors import EverfedError
-from everfed.streams.stream import Stream, positive
+from everfed.streams.stream import Stream, one_of, positive
 
 Cut = Literal["runs", "turns"]
 
@@ -89,6 +89,7 @@ def blocks(
         held: share of a block, its end, that is tested on.
     """
     positive(clients=clients, blocks=blocks, rounds=rounds)
+    one_of("cut", cut, Cut)
     if not data.ordered:
         raise EverfedError(
             f"{data.name} is not known to be in time order: read it with data.series, or say "

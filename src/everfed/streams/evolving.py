@@ -12,7 +12,7 @@ from everfed.chance import rng
 from everfed.data.table import Data
 from everfed.errors import EverfedError
 from everfed.streams.partition import kinds, lda
-from everfed.streams.stream import Stream, positive
+from everfed.streams.stream import Stream, one_of, positive
 
 Split = Literal["one", "two"]
 Order = Literal["drawn", "window", "fresh"]
@@ -128,8 +128,10 @@ def evolving(
         seed: of the split and the draws; left out: the run's seed.
     """
     positive(clients=clients, subsets=subsets, rounds=rounds)
-    if not alpha > 0:
-        raise EverfedError(f"alpha must be above 0, not {alpha}")
+    one_of("split", split, Split)
+    one_of("order", order, Order)
+    if not 0 < alpha < np.inf:
+        raise EverfedError(f"alpha must be above 0 and finite, not {alpha} (1e5 is even)")
     made = Evolving(data, clients, rounds, subsets, alpha, split, prior, order, 0, seed)
     if made.size < 1:
         raise EverfedError(

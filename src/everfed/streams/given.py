@@ -11,7 +11,7 @@ import numpy as np
 from everfed.chance import rng
 from everfed.data.table import Data
 from everfed.errors import EverfedError
-from everfed.streams.stream import Stream, positive
+from everfed.streams.stream import Stream, one_of, positive
 
 Test = Literal["data", "samples", "users"]
 
@@ -88,13 +88,14 @@ def given(
         data: samples with a client column.
         rounds: rounds of each task.
         least: users with fewer training samples take no part; how many is told.
-        test: "data": the data's own test samples; "samples": a share of every user's, the last ones
-            where the data are in time order, else drawn once; "users": all samples of a share of
-            the users, who take no other part. Both are of all samples whose user is known, those
-            that the data would test on, too.
+        test: "data": the data's own test samples; "samples": a share of every user's in a task, the
+            last ones where the data are in time order, else drawn once; "users": all samples of a
+            share of the users, who take no other part. Both are of all samples whose user is known,
+            those that the data would test on, too.
         share: of samples or users to test on, with test = "samples" or "users".
     """
     positive(rounds=rounds, least=least)
+    one_of("test", test, Test)
     if data.client is None:
         raise EverfedError(f"{data.name} has no client column; use streams.static or domains")
     if not 0 < share < 1:
@@ -113,7 +114,8 @@ def given(
         takes_part[drawn] = False
         held = ids[~takes_part[owners]]
     elif test == "samples":
-        last = _last(owners, counts, share, drawn=not data.ordered)
+        groups = owners if data.task is None else data.task[ids] * len(counts) + owners
+        last = _last(groups, np.bincount(groups), share, drawn=not data.ordered)
         held, ids, owners = ids[last], ids[~last], owners[~last]
         counts = np.bincount(owners, minlength=len(counts))
     if least > 1:

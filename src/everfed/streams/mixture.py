@@ -32,7 +32,7 @@ from everfed.chance import rng
 from everfed.data.table import Data
 from everfed.errors import EverfedError
 from everfed.streams.partition import dirichlet_row, kinds
-from everfed.streams.stream import Stream, positive
+from everfed.streams.stream import Stream, one_of, positive
 
 #: clients whose shares are kept at a time
 KEPT = 1000
@@ -234,6 +234,7 @@ def periodic(
         seed: of the draws; left out: the run's seed.
     """
     positive(clients=clients, period=period, zones=zones, size=size, rounds=rounds)
+    one_of("shape", shape, Shape)
     column, names = _column(data, day)
     for name in day or ():
         if str(name) not in names:

@@ -19,6 +19,7 @@ class Pilot(Stream):
         self.task_rounds = tuple(min(rounds, stream.length(k)) for k in range(count))
         self.rounds = sum(self.task_rounds)
         self.head, self.counted, self.stateless = stream.head, stream.counted, stream.stateless
+        self.draws = stream.draws
         self.task_classes = stream.task_classes and stream.task_classes[:count]
         starts = np.cumsum([0, *(stream.length(k) for k in range(count - 1))])
         #: round of the pilot -> round of the stream

@@ -21,6 +21,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from everfed.chance import rng
 from everfed.errors import EverfedError
 from everfed.streams.labels import counts
+from everfed.streams.regimes import Regimes
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
 
@@ -65,7 +66,7 @@ class Present(Stream):
         self.data, self.clients, self.rounds = stream.data, stream.clients, stream.rounds
         self.task_rounds, self.stateless = stream.task_rounds, stream.stateless
         self.head, self.task_classes = stream.head, stream.task_classes
-        self.counted = stream.counted
+        self.counted, self.draws = stream.counted, stream.draws
         #: a round, and who was there by chance
         self._last = (0, self._draw(0) < start)
 
@@ -182,6 +183,11 @@ def present(
     """
     if isinstance(stream, Sites):
         raise EverfedError("the sites of a federation come and go by themselves: leave out present")
+    if isinstance(stream, Regimes) and stream.drift in ("period", "client"):
+        raise EverfedError(
+            f"present: with drift = {stream.drift!r} a cohort shares out all that it holds, "
+            "and what the absent hold, too"
+        )
     for name, value in {"start": start, "join": join, "leave": leave, "night": night}.items():
         if not 0 <= value <= 1:
             raise EverfedError(f"present.{name} must be between 0 and 1, not {value}")

@@ -25,7 +25,7 @@ from everfed.chance import rng
 from everfed.data.table import Data
 from everfed.errors import EverfedError
 from everfed.streams.partition import kinds, lda
-from everfed.streams.stream import Stream, positive
+from everfed.streams.stream import Stream, one_of, positive
 
 Drift = Literal["iid", "period", "client", "both"]
 
@@ -138,8 +138,9 @@ def regimes(
         seed: of the parts and the cohorts; left out: the run's seed.
     """
     positive(clients=clients, cohort=cohort, rounds=rounds)
-    if not alpha > 0:
-        raise EverfedError(f"alpha must be above 0, not {alpha}")
+    one_of("drift", drift, Drift)
+    if not 0 < alpha < np.inf:
+        raise EverfedError(f"alpha must be above 0 and finite, not {alpha} (1e5 is even)")
     if cohort > clients:
         raise EverfedError(f"a cohort of {cohort} cannot be drawn from {clients} clients")
     if len(data.train) < clients:

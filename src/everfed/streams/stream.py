@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -199,6 +199,13 @@ class TaskStream(Stream):
             "head": self.head,
             "seed": self.seed,
         }
+
+
+def one_of(what: str, value: Any, choices: Any) -> None:
+    """Raise EverfedError for a setting that is none of a Literal's values."""
+    known = get_args(choices)
+    if value not in known:
+        raise EverfedError(f"{what} must be one of {', '.join(known)}, not {value!r}")
 
 
 def positive(**values: int) -> None:
