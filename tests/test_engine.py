@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 import everfed as ef
+from everfed.compute import choose
 from everfed.errors import EverfedError
+from everfed.folder import RunFolder
+from everfed.methods.er import Rehearsal
 from everfed.reduce import Reducer
 
 FAST = {"local": ef.Local(lr=0.05), "workers": 1}
@@ -662,3 +665,149 @@ def test_sequences_of_tokens():
         assert result.acc > 0.4
     with pytest.raises(EverfedError, match="no classes to skew"):
         ef.streams.static(data)
+
+
+@dataclass(frozen=True)
+class Keeper(ef.Part):
+    """Keeps the model it was given as it is, and what it sums up to."""
+
+    def client_init(self, w):
+        return {key: torch.zeros(0) for key in ("v", "sum", "closed", "closed sum")}
+
+    def remember(self, w, c):
+        return {"v": w, "sum": w.sum()}
+
+    def close(self, w, c):
+        return {}, {"closed": w, "closed sum": w.sum()}
+
+
+def test_a_model_that_a_part_keeps_stays_as_it_was(digits, tmp_path):
+    """The room in which it was trained is the next client's."""
+    stream = ef.streams.domains(digits, clients=4, rounds=1)
+    run = ef.run(ef.Method(Keeper()), stream, ef.models.mlp(64, 8, 10), folder=tmp_path, **FAST)
+    folder = RunFolder.open(tmp_path)
+    found, _ = folder.load()
+    folder.close()
+    assert len(run.records)
+    for (state,) in found.fed.clients.values():
+        assert state["v"].sum() == state["sum"]
+        assert state["closed"].sum() == state["closed sum"]
+
+
+@dataclass(frozen=True)
+class Twice(ef.Part):
+    """Takes one gradient of a model, and the same twice in a list."""
+
+    def close(self, w, c):
+        one, both = c.gradient(w, c.ids), c.gradient(w, [c.ids, c.ids])
+        torch.testing.assert_close(both, torch.stack([one, one]))
+        return {}, {}
+
+
+def test_a_list_of_gradients_is_of_the_model_that_was_given(digits):
+    ef.run(
+        ef.Method(Twice()), ef.streams.domains(digits, clients=4, rounds=1),
+        ef.models.mlp(64, 8, 10), **FAST,
+    )  # fmt: skip
+
+
+def test_a_bias_that_two_layers_share_is_counted_in_both():
+    tied = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.ReLU(), nn.Linear(10, 10))
+    tied[3].bias = tied[1].bias
+    nn.init.constant_(tied[1].bias, 3.0)
+    compute = choose(tied, torch.zeros(1, 8, 8), torch.device("cpu"), "float32", "auto")
+    x = torch.randn(5, 1, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(compute.logits(compute.weights(), x), compute.module(x))
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_a_table_of_gradients_sees_them_plain_beside_any_part(digits, order):
+    """Of one piece a client the table is renewed as a whole: that is no table."""
+    stream = ef.streams.domains(digits, clients=3, rounds=2)
+    local = ef.Local(lr=0.05, epochs=3, batch=5000)
+    ends = []
+    for iag in (True, False):
+        both = [ef.methods.fedtrack(iag=iag), ef.methods.cfl_regularization()]
+        method = both[order] + both[1 - order]
+        run = ef.run(method, stream, ef.models.mlp(64, 8, 10), local=local, workers=1)
+        ends.append(run.vector)
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
+def test_two_memories_of_one_method_draw_each_their_own(digits):
+    drawn = {}
+
+    def noted(self, c, size, *purpose):
+        out = original(self, c, size, *purpose)
+        drawn.setdefault((c.round, c.client, c.step), []).append(out.tolist())
+        return out
+
+    original, stream = Rehearsal.draw, ef.streams.domains(digits, clients=3, rounds=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rehearsal, "draw", noted)
+        both = ef.methods.er(60) + ef.methods.agem(60)
+        ef.run(both, stream, ef.models.mlp(64, 8, 10), local=ef.Local(lr=0.05, batch=16), workers=1)
+    pairs = [own for own in drawn.values() if len(own) == 2 and own[0]]
+    assert len(pairs) > 20
+    assert sum(a == b for a, b in pairs) < len(pairs) / 10
+
+
+class Masked(nn.Module):
+    """A causal mask, as transformers have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.register_buffer("mask", torch.triu(torch.full((4, 4), -torch.inf), 1))
+
+    def forward(self, x):
+        return self.head(x.flatten(1)) * self.mask.exp()[0, 0]
+
+
+def test_a_mask_of_infinities_is_no_running_statistic(digits):
+    run = ef.run(ef.methods.fedavg(), static(digits), Masked, **FAST)
+    assert (run.summary.lost_rounds, run.summary.dropped_updates) == (0, 0)
+
+
+def test_empty_clients_are_counted_among_the_late_too(digits):
+    """Three of six clients have no samples, whenever their replies would come."""
+
+    class Half(Odd):
+        def __init__(self, inner):
+            self.inner, self.data = inner, inner.data
+            self.clients, self.rounds = inner.clients, inner.rounds
+
+        def samples(self, client, round_):
+            return self.inner.samples(client, round_)[: 0 if client % 2 else None]
+
+        def test(self, task):
+            return self.inner.test(task)
+
+    stream = Half(static(digits, rounds=4, clients=6))
+    late = ef.Late(chance=0.5, rounds=1)
+    run = ef.run(ef.methods.fedavg(), stream, ef.models.mlp(64, 8, 10), late=late, **FAST)
+    told = [r["value"] for r in run.records if r["metric"] == "empty_clients"]
+    assert told[0] == 3
+
+
+def test_outputs_for_every_position_are_told(digits):
+    class All(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(8, 10)
+
+        def forward(self, x):
+            return self.head(x[:, 0])
+
+    with pytest.raises(EverfedError, match=r"outputs of shape \(2, 8, 10\) for labels"):
+        ef.run(ef.methods.fedavg(), static(digits), All, **FAST)
+
+
+def test_a_loss_that_cannot_leave_classes_out_is_told(digits):
+    def smooth(z, y):
+        return nn.functional.cross_entropy(z, y, label_smoothing=0.1, reduction="none")
+
+    stream = ef.streams.classes(digits, tasks=5, clients=3, rounds=1)
+    with pytest.raises(EverfedError, match="not finite where outputs are -inf"):
+        ef.run(ef.methods.fedavg(), stream, ef.models.mlp(64, 10), loss=smooth, **FAST)

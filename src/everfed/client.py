@@ -553,7 +553,7 @@ class ClientProgram:
         mine = list(job.mine)
         for i in self.hooks[ask.exchange]:
             own, changes = self._hook(ask.exchange, i, phase)(w)
-            mine[i] = self._kept(i, mine[i] | changes)
+            mine[i] = self._kept(i, mine[i] | _apart(changes, w))
             uploads |= self._named(i, {key: value.unsqueeze(0) for key, value in own.items()})
         for i in self.hooks["seal"]:
             uploads = self._hook("seal", i, phase)(uploads)
@@ -723,12 +723,21 @@ class ClientProgram:
         for i in self.hooks["remember"]:
             for row, job in enumerate(jobs):
                 alone = Phase(self, ask, [replace(job, mine=mine[row])], alone=True)
-                new = mine[row][i] | self._hook("remember", i, alone)(w[row])
-                mine[row][i] = self._kept(i, new)
+                new = _apart(self._hook("remember", i, alone)(w[row]), w)
+                mine[row][i] = self._kept(i, mine[row][i] | new)
         for i in self.hooks["seal"]:
             uploads = self._hook("seal", i, phase)(uploads)
             losses = torch.full_like(losses, torch.nan)  # a loss is not among what is sealed
         return Reply(jobs, uploads, phase.weight[:, 0], mine, losses)
+
+
+def _apart(state: State, w: Tensor) -> State:
+    """A state without views of w, whose room the next clients are trained in."""
+    room = w.untyped_storage().data_ptr()
+    return {
+        key: value.clone() if value.untyped_storage().data_ptr() == room else value
+        for key, value in state.items()
+    }
 
 
 def _epoch_ends(plans: list[Plan]) -> Tensor:

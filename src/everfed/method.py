@@ -48,6 +48,7 @@ class Context(Protocol):
     seed: int  #: the run's; for `everfed.chance.rng`
     client: int  #: the client's id; only in hooks called client by client
     clients: list[int]  #: the ids of the group's clients, in the order of rows
+    part: int  #: the part's place in the method
     block: int  #: which of its local data sets the client holds in this round
     ids: np.ndarray  #: its current samples, without anything replayed; client by client
     n: Tensor  #: number of current samples, (clients, 1)
@@ -218,9 +219,9 @@ class Part:
     reduces: ClassVar[Mapping[str, Reduction]] = {}
     #: whether `fold` reads `r.spread`
     spread: ClassVar[bool] = False
-    #: parts act in the order of their stages: 0 replaces or scales the gradient, 1 adds to it (or
-    #: to the data or the loss), 2 normalises updates, 3 scales them, 4 is a server optimiser, 5 an
-    #: anchor
+    #: parts act in the order of their stages: -1 keeps plain gradients, 0 replaces or scales the
+    #: gradient, 1 adds to it (or to the data or the loss), 2 normalises updates, 3 scales them,
+    #: 4 is a server optimiser, 5 an anchor
     stage: ClassVar[int] = 1
     #: whether its uploads are of use when they are cut to a norm together with the update and
     #: noise is added: numbers of samples, say, are not

@@ -228,6 +228,7 @@ class Rounds:
                     at = (client, fed.round, fed.round + rounds, self._task(fed))
                     fed.late.append(held(*at, own.reducer))
                     self._keep(fed, own, events)
+        events.values.pop("train_loss", None)  # of those whose replies are still to come
         if prompt:
             answer = self._ask("train", fed, start, down, prompt, events)
         else:
@@ -381,7 +382,7 @@ class Rounds:
         values = events.values
         values["mb_up"] = values.get("mb_up", 0.0) + answer.sent_up / 1e6
         if answer.empty:
-            values["empty_clients"] = answer.empty
+            _add(values, "empty_clients", answer.empty)
         if answer.reducer.dropped:
             dropped = answer.reducer.dropped
             _add(values, "dropped_updates", len(dropped))

@@ -726,6 +726,7 @@ def _check_model(compute: Compute, stream: Stream, data: Data, loss: LossFunctio
         if not isinstance(got, Tensor) or got.shape != (len(x),):
             found = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
             raise EverfedError(f"loss must give one number a sample, ({len(x)},), not {found}")
+        _check_masked(compute, stream, data, loss)
         return
     if y.is_floating_point():
         raise EverfedError(
@@ -737,10 +738,30 @@ def _check_model(compute: Compute, stream: Stream, data: Data, loss: LossFunctio
         raise EverfedError("all labels are 0, and there must be two classes or more to tell apart")
     if classes > outputs:
         raise EverfedError(f"labels go up to {classes - 1}, but the model has {outputs} outputs")
+    if z.shape[:-1] != y.shape:
+        raise EverfedError(
+            f"the model gives outputs of shape {tuple(z.shape)} for labels of shape "
+            f"{tuple(y.shape)}: there must be one row of {classes} outputs for every label"
+        )
     if stream.head != "shared" and classes != outputs:
         raise EverfedError(
             f"where classes arrive task by task the model needs one output a class, {classes}, "
             f"not {outputs}"
+        )
+
+
+def _check_masked(compute: Compute, stream: Stream, data: Data, loss: LossFunction) -> None:
+    """An own loss takes the outputs of classes that do not compete, which are -inf."""
+    ids = torch.from_numpy(stream.samples(0, 0)[:2])
+    if stream.head == "shared" or not len(ids):
+        return
+    x, y = data.take(ids, compute.dtype)
+    z, allowed = compute.logits(compute.weights(), x), stream.mask(y, 0)
+    outputs = z if allowed is None else z.masked_fill(~allowed, -torch.inf)
+    if not torch.isfinite(loss(outputs, y)).all():
+        raise EverfedError(
+            "loss is not finite where outputs are -inf, as those of classes that have not been met "
+            "are: leave them out of it (label smoothing, for one, does not)"
         )
 
 

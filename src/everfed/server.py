@@ -21,6 +21,7 @@ class AtServer:
     def __init__(self, program: ClientProgram, buffers: Tensor, round_: int) -> None:
         self.program, self.buffers, self.round = program, buffers, round_
         self.seed: int = program.seed
+        program.compute.seed(torch_seed(self.seed, "server", round_))  # for dropout in `forward`
         self.layout: Layout = program.compute.layout
         self.inputs: Inputs = program.data.inputs
         x, y = program.data.x, program.data.y

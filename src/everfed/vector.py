@@ -105,8 +105,10 @@ class Layout:
 
     @staticmethod
     def of_buffers(module: nn.Module) -> Layout:
-        """The floating buffers of a module (running statistics)."""
-        return Layout._build((n, b) for n, b in module.named_buffers() if b.is_floating_point())
+        """The floating buffers of a module (running statistics); one that begins with infinity, as
+        a causal mask does, is none, and stays where it is."""
+        floats = ((n, b) for n, b in module.named_buffers() if b.is_floating_point())
+        return Layout._build((n, b) for n, b in floats if bool(torch.isfinite(b).all()))
 
     @staticmethod
     def from_names(shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:

@@ -245,6 +245,8 @@ def _layer(child: nn.Module | None, slots: dict[str, Slot], name: str) -> Layer 
         return PLAIN[kind]
     if f"{name}.weight" not in slots:  # unknown, or parameters that stand under another name
         return _pool(child)
+    if getattr(child, "bias", None) is not None and f"{name}.bias" not in slots:
+        return None
     if isinstance(child, nn.Linear) and kind is nn.Linear:
         return Linear(_own(slots, name))
     if isinstance(child, nn.Conv2d) and kind is nn.Conv2d:

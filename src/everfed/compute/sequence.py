@@ -39,7 +39,7 @@ class SequenceCompute(Compute):
         self._first, self._last = owners[0], owners[-1]
         self._w = torch.empty(0, self.layout.d, device=device, dtype=self.dtype)
         self._g = torch.empty_like(self._w)
-        self._views: dict[tuple[int, int], list[Params]] = {}
+        self._views: dict[tuple[int, int, int], list[Params]] = {}
         self._minus = torch.full((1, 1, 1), -1.0, device=device, dtype=self.dtype)
 
     def space(self, clients: int) -> Tensor:
@@ -51,7 +51,7 @@ class SequenceCompute(Compute):
 
     def _params(self, rows: Tensor) -> list[Params]:
         """Each layer's parameters; those of the own space are kept, views cost time in a step."""
-        key = (rows.data_ptr(), len(rows))
+        key = (rows.data_ptr(), len(rows), rows.stride(0))  # 0: one model for several clients
         if key in self._views:
             return self._views[key]
         out: list[Params] = [

@@ -145,7 +145,10 @@ class Worker:
                 result = ("error", str(error))
             except Exception:
                 result = ("crash", traceback.format_exc())
-            pipe.send(self.up.dump(result))
+            try:
+                pipe.send(self.up.dump(result))
+            except OSError:  # the parent is gone
+                return
 
     def request(self, message: Any) -> None:
         try:

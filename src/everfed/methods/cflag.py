@@ -68,7 +68,7 @@ class Track(Part):
     """Local steps along the global gradient, corrected by the change of the own one."""
 
     reduces = {"g": "mean"}
-    stage = 0
+    stage = -1  # a table's entries are plain gradients, and must be renewed by such
     iag: Table = True
 
     @property

@@ -44,7 +44,8 @@ class Rehearsal(Part):
 
     def draw(self, c: Context, size: int, *purpose: int) -> np.ndarray:
         """Where some of them are, for a step: at most `size`, none twice."""
-        random = rng(c.seed, "memory batch", c.round, c.client, c.step, *purpose)
+        turn = (*(purpose or (0,)), c.part)  # two parts of a method draw each their own
+        random = rng(c.seed, "memory batch", c.round, c.client, c.step, *turn)
         return memory.uniform(self.past(c), size, random)
 
     def batches(self, c: Context, *purpose: int) -> list[np.ndarray]:
