@@ -14,7 +14,7 @@ import math
 import operator
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,8 +152,8 @@ class Preset:
         """The same as a page's section."""
         seeds = ", ".join(map(str, settings.compare.seeds))
         seconds = sum(summarise(run.records).seconds for own in runs.values() for run in own)
-        versions = dict.fromkeys(str(run.about["everfed"]) for own in runs.values() for run in own)
-        how = f"seeds {seeds}; {seconds / 60:.1f} min of runs; everfed {' and '.join(versions)}"
+        made = made_with(str(run.about["everfed"]) for own in runs.values() for run in own)
+        how = f"seeds {seeds}; {seconds / 60:.1f} min of runs; everfed {made}"
         lines = [f"`everfed reproduce {self.name}`: {how}. Verdict: **{outcome.verdict}**.", ""]
         for table in outcome.tables:
             names = [str(column.header) for column in table.columns]
@@ -181,6 +181,22 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         return own if own.get("name", old.get("name")) != old.get("name") else merged(old, own)
 
     return values | {key: change(values.get(key), own) for key, own in changes.items()}
+
+
+def made_with(versions: Iterable[str]) -> str:
+    """The versions of runs, each once.
+
+    >>> made_with(["0.1.0, commit a1", "0.1.0, commit b2+", "0.1.0, commit a1"])
+    '0.1.0, commit a1, b2+'
+    """
+    by: dict[str, dict[str, None]] = {}
+    for version in versions:
+        number, _, commit = version.partition(", commit ")
+        by.setdefault(number, {}).update({commit: None} if commit else {})
+    return " and ".join(
+        f"{number}, commit {', '.join(commits)}" if commits else number
+        for number, commits in by.items()
+    )
 
 
 def said(values: np.ndarray, figure: float | None = None) -> str:
