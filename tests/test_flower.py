@@ -157,24 +157,27 @@ def test_sites_that_compare_their_data_find_the_task(place):
     assert distance(got, local(place, changes).vector.numpy()) < 1e-5
 
 
+class Slow(Loop):
+    """One node's update of the second round comes in the third."""
+
+    late, held = 102, ()
+
+    def push_messages(self, messages):
+        ids = super().push_messages(messages)
+        if messages[0].metadata.group_id == "2":
+            self.replies |= dict(self.held)
+        for number, message in zip(ids, messages, strict=True):
+            told = message.metadata
+            if (told.dst_node_id, told.group_id, told.message_type) == (self.late, "1", TRAIN):
+                self.held = ((number, self.replies.pop(number)),)
+        return ids
+
+
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedtrack"])
 def test_an_answer_after_the_deadline_counts_in_the_next_round(place, method):
     """Site 2's answer of the second round comes in the third, and it is not asked meanwhile.
     FedTrack's comes during an exchange that is not training, and waits for that."""
     changes = [f"method.name={method}", "stream.rounds=4"]
-
-    class Slow(Loop):
-        held = ()
-
-        def push_messages(self, messages):
-            ids = super().push_messages(messages)
-            if messages[0].metadata.group_id == "2":
-                self.replies |= dict(self.held)
-            for number, message in zip(ids, messages, strict=True):
-                told = message.metadata
-                if (told.dst_node_id, told.group_id) == (102, "1") and told.message_type == TRAIN:
-                    self.held = ((number, self.replies.pop(number)),)
-            return ids
 
     class Planned(Late):
         def draw(self, cohort, seed, round_):
@@ -529,18 +532,6 @@ def test_where_clients_count_alike_none_can_count_for_more(place):
 def test_a_late_answer_of_a_task_that_is_over_is_nobodys_row(place, monkeypatch):
     """Site 1's answer of the first task's last round comes in the second task."""
 
-    class Slow(Loop):
-        held = ()
-
-        def push_messages(self, messages):
-            ids = super().push_messages(messages)
-            if messages[0].metadata.group_id == "2":
-                self.replies |= dict(self.held)
-            for number, message in zip(ids, messages, strict=True):
-                if (message.metadata.dst_node_id, message.metadata.group_id) == (101, "1"):
-                    self.held = ((number, self.replies.pop(number)),)
-            return ids
-
     rows = []
 
     def fold(self, s, update, r):
@@ -552,6 +543,7 @@ def test_a_late_answer_of_a_task_that_is_over_is_nobodys_row(place, monkeypatch)
     changes = "method.name=cfl_regularization;method.weights=auto;flower.late=1"
     settings = {"set": changes, "folder": str(place.parent / "run")}
     grid = Slow(client_app(place), place.parent, ("0", "1", "2"), settings)
+    grid.late = 101
     server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
     assert rows == [(3, (0, 1, 2)), (2, (0, 2)), (2, (0, 2)), (3, (0, 1, 2))]
 

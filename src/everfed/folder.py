@@ -55,14 +55,6 @@ class Checkpoint:
 
     fed: Federation
     meta: dict[str, Any]
-
-
-@dataclass
-class Loaded:
-    """A checkpoint as it was found on disk."""
-
-    checkpoint: Checkpoint | None = None
-    versions: dict[int, int] = field(default_factory=dict)  #: client -> round of its saved state
     lost: list[int] = field(default_factory=list)  #: clients whose states cannot be read
 
 
@@ -214,23 +206,24 @@ class RunFolder:
 
         Only for the process that holds the folder.
         """
-        found, best = Loaded(), Path()
+        found: Checkpoint | None = None
         aside: dict[Path, str] = {}
         for path in self._checkpoints():
             try:
-                if found.checkpoint is None or found.lost:
+                if found is None or found.lost:
                     own = self._load(path)
-                    if found.checkpoint is None:
-                        found, best = own, path
-                    elif not own.lost:
-                        aside[best] = ", ".join(f"the state of client {c}" for c in found.lost)
-                        found, best = own, path
+                    if found is not None and not own.lost:
+                        damaged = ", ".join(f"the state of client {c}" for c in found.lost)
+                        aside[self._checkpoint(found.fed.round)] = damaged
+                    found = own if found is None or not own.lost else found
                 meta = unpack(path.read_bytes())[1]
                 refers = {self._client(int(k), v) for k, v in meta["clients"].items()}
                 self._refers[meta["round"]] = refers
             except (ValueError, KeyError, FileNotFoundError) as error:
                 aside[path] = str(error)
-        if found.checkpoint is None and aside:
+        if found is None and not aside:
+            return None, []
+        if found is None:
             self.close()
             why = "; ".join(f"{path.name}: {error}" for path, error in aside.items())
             raise EverfedError(
@@ -240,14 +233,15 @@ class RunFolder:
         for path in aside:
             path.rename(path.with_suffix(".damaged"))
             self._refers.pop(int(path.stem), None)
-        self.versions = found.versions
+        known = {int(client): round_ for client, round_ in found.meta["clients"].items()}
+        self.versions = {client: known[client] for client in known if client not in found.lost}
         used = set().union(*self._refers.values())
         unfinished = set((self.path / "checkpoints").glob("*.tmp"))
         for orphan in unfinished | set((self.path / "clients").iterdir()) - used:
             orphan.unlink()
         notes = [f"checkpoint {p.name} is damaged ({why}): going back" for p, why in aside.items()]
         lost = [f"the state of client {c} is damaged: it begins anew" for c in found.lost]
-        return found.checkpoint, notes + lost
+        return found, notes + lost
 
     def done(self) -> bool:
         """Whether the run has come to its end; changes nothing."""
@@ -258,7 +252,7 @@ class RunFolder:
                 return False
         return False
 
-    def _load(self, path: Path) -> Loaded:
+    def _load(self, path: Path) -> Checkpoint:
         tensors, meta = unpack(path.read_bytes())
         if self.records_path.stat().st_size < meta["records"]:
             raise ValueError("records.jsonl is shorter than it was then")
@@ -277,15 +271,14 @@ class RunFolder:
             round=meta["round"],
             asked=meta.get("asked", 0),
         )
-        versions, lost = {int(k): v for k, v in meta["clients"].items()}, []
-        for client, round_ in versions.items():
+        found = Checkpoint(fed, meta)
+        for client, round_ in meta["clients"].items():
             try:
-                own, _ = unpack(self._client(client, round_).read_bytes())
-                fed.clients[client] = deep(own, meta["parts"])
+                own, _ = unpack(self._client(int(client), round_).read_bytes())
+                fed.clients[int(client)] = deep(own, meta["parts"])
             except (ValueError, FileNotFoundError):
-                lost.append(client)
-        whole = {client: round_ for client, round_ in versions.items() if client not in lost}
-        return Loaded(Checkpoint(fed, meta), whole, lost)
+                found.lost.append(int(client))
+        return found
 
     def set_aside(self) -> bool:
         """Begin the records anew; the old ones, if there are any, stay beside them."""

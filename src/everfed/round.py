@@ -451,7 +451,8 @@ class Rounds:
         whole = None if layers is None else (layers @ _shares(reducer.pieces).to(layers)).view(1)
         server = self._server(fed)
         # of sites there may be more than were expected
-        population = max(self.stream.clients, len(fed.clients.keys() | answer.mine.keys()))
+        new = sum(client not in fed.clients for client in answer.mine)
+        population = max(self.stream.clients, len(fed.clients) + new)
         out = []
         for i, part in enumerate(self.method.parts):
             own = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{i}.")}

@@ -328,7 +328,7 @@ def model(place: Path) -> np.ndarray:
     """The model of a run's newest checkpoint."""
     folder = RunFolder(place)
     (newest, *_) = folder._checkpoints()
-    return folder._load(newest).checkpoint.fed.w.numpy()
+    return folder._load(newest).fed.w.numpy()
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:

@@ -130,9 +130,9 @@ def _decode(file: Path, size: int, channels: int) -> np.ndarray:
 
 def eight_bit(image: Image) -> Image:
     """The same image with 256 shades: Pillow would cut those of 16 bits off at 255."""
-    if image.mode == "F" or not image.mode.startswith("I"):
-        if image.mode == "F":
-            raise ValueError("its pixels are floats: save it with 8 or 16 bits")
+    if image.mode == "F":
+        raise ValueError("its pixels are floats: save it with 8 or 16 bits")
+    if not image.mode.startswith("I"):
         return image
     from PIL import Image as making
 

@@ -246,7 +246,7 @@ class FlowerEngine:
                 answer.empty += 1
                 continue
             if _form(reply) != most:  # a mean over some of those that count would be none
-                lost = lost | {client: "its uploads are not those of the others"}
+                answer.reducer.dropped[client] = "its uploads are not those of the others"
                 continue
             uploads = {key: value.to(ask.start)[None] for key, value in reply.uploads.items()}
             uploads = method.screen(uploads)
@@ -330,7 +330,7 @@ def _secret(path: Path, context: Context) -> bool:
     mine = context.node_config.get("secure", False)
     if not isinstance(mine, bool):
         raise EverfedError(f"--node-config: secure must be true or false, not {mine!r}")
-    return mine or configs.experiment(configs.read(path, [])).terms.secure
+    return mine or configs.read(path, []).flower.secure
 
 
 def server_app(config: str | Path, tests: Callable[[], Any] | None = None) -> ServerApp:

@@ -38,9 +38,12 @@ class Released(Projection):
 
     def after(self, w: Tensor, c: Context) -> Tensor:
         before: Tensor = c.scratch["before"]
-        epochs: Tensor = c.scratch.setdefault("epochs", torch.zeros_like(c.n))[: len(w)]
-        there = torch.tensor([[len(self.past(own)) > 0] for own in c.each()], device=w.device)
-        share = torch.where(there, c.local.epochs ** (-epochs / 2), 1)
+        if c.step == 0:
+            c.scratch["epochs"] = torch.zeros_like(c.n)
+            past = [[len(self.past(own)) > 0] for own in c.each()]
+            c.scratch["past"] = torch.tensor(past, device=w.device)
+        epochs, past = c.scratch["epochs"][: len(w)], c.scratch["past"][: len(w)]
+        share = torch.where(past, c.local.epochs ** (-epochs / 2), 1)
         epochs += c.epoch_ends
         return before.lerp(w, share.to(w))
 
