@@ -269,6 +269,39 @@ def test_layout_round_trip(sizes):
     assert all(torch.equal(stacked[name][1], 2 * tensors[name]) for name in tensors)
 
 
+class Standardised(nn.Conv2d):
+    """A convolution that flattens its own weights, as many users' do."""
+
+    def forward(self, x):
+        flat = self.weight.view(len(self.weight), -1)
+        flat = (flat - flat.mean(1, keepdim=True)) / (flat.std(1, keepdim=True) + 1e-5)
+        return self._conv_forward(x, flat.view(self.weight.shape), self.bias)
+
+
+def test_a_module_may_flatten_its_weights(tmp_path):
+    """Only torch's own convolutions may lie channels-last; a run that was saved says which do."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), Standardised(4, 4, 3), nn.Flatten(), nn.Linear(64, 10)
+    )
+    start = {name: p.detach().clone() for name, p in module.named_parameters()}
+    stream = ef.streams.static(ef.data.digits(["plain"]), clients=2, rounds=1)
+    run = ef.run(ef.methods.fedavg(), stream, module, folder=tmp_path / "run", seed=3)
+    saved = ef.load_model(tmp_path / "run", module).state_dict()
+    assert all(torch.equal(saved[name], p) for name, p in run.model.state_dict().items())
+    moved = {name: float((saved[name] - p).norm() / p.norm()) for name, p in start.items()}
+    assert all(0 < moved[name] < 1 for name in moved), moved  # permuted weights would be far away
+
+
+def test_a_run_is_not_resumed_with_another_model_of_the_same_size(tmp_path):
+    stream = ef.streams.static(ef.data.digits(["plain"]), clients=2, rounds=1)
+    wide = nn.Sequential(nn.Flatten(), nn.Linear(64, 10, bias=False))
+    deep = nn.Sequential(nn.Flatten(), nn.Identity(), nn.Linear(64, 10, bias=False))
+    ef.run(ef.methods.fedavg(), stream, wide, folder=tmp_path)
+    with pytest.raises(ef.EverfedError, match="another model"):
+        ef.run(ef.methods.fedavg(), stream, deep, folder=tmp_path, resume=True)
+
+
 def test_bound_modules_train_the_vector():
     module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 2))
     layout = Layout.of(module)

@@ -44,7 +44,7 @@ from everfed.round import Engine, Events, Federation, Rounds
 from everfed.streams import labels
 from everfed.streams.sites import Sites
 from everfed.streams.stream import Stream
-from everfed.vector import load
+from everfed.vector import Layout, load
 from everfed.version import version
 
 Precision = Literal["float32", "bf16"]
@@ -218,8 +218,8 @@ def run(
             "torch": torch.__version__,
             "config": config,
             "layout": {
-                "weights": compute.layout.names_and_shapes(),
-                "buffers": compute.buffer_layout.names_and_shapes(),
+                "weights": compute.layout.describe(),
+                "buffers": compute.buffer_layout.describe(),
             },
             "task_rounds": [stream.length(k) for k in range(len(stream.tasks))],
             "head": stream.head,
@@ -794,6 +794,12 @@ def _place(
             place.close()
             raise EverfedError(
                 f"{path} was run with another {key}: {before.get(key)!r}, not {_plain(value)!r}"
+            )
+    for kind, known in before.get("layout", {}).items():
+        if Layout.from_names(known).describe() != about["layout"][kind]:
+            place.close()
+            raise EverfedError(
+                f"{path} was run with another model: names, shapes or order of its {kind} differ"
             )
     if longer:
         place.describe(before | what | {"task_rounds": about["task_rounds"]})

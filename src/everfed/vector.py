@@ -1,8 +1,9 @@
 """A model is a vector: the layout of a module's tensors in one flat tensor.
 
 `Layout.of(module)` covers the trainable parameters, `Layout.of_buffers(module)` the floating
-buffers (BatchNorm statistics). Convolution weights lie in the vector channels-last, so that the
-views a module trains on are already in the order in which CPU convolutions are fast.
+buffers (BatchNorm statistics). The weights of torch's own convolutions lie in the vector
+channels-last, so that the views a module trains on are already in the order in which CPU
+convolutions are fast; those of other modules, which may flatten them, lie as they are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,18 +76,19 @@ class Slot:
     shape: tuple[int, ...]
     start: int
     stop: int
+    channels_last: bool = False
 
     def view(self, piece: Tensor) -> Tensor:
         """The tensor behind its slice of the vector: (..., stop - start) -> (..., *shape)."""
         lead = piece.shape[:-1]
-        if len(self.shape) == 4:
+        if self.channels_last:
             o, i, h, w = self.shape
             return piece.view(*lead, o, h, w, i).movedim(-1, -3)
         return piece.view((*lead, *self.shape))
 
-
-def _line(tensor: Tensor) -> Tensor:
-    return (tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor).reshape(-1)
+    def line(self, tensor: Tensor) -> Tensor:
+        """The slice of the vector in which a tensor lies: shape -> (stop - start,)."""
+        return (tensor.permute(0, 2, 3, 1) if self.channels_last else tensor).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -101,30 +105,39 @@ class Layout:
     @staticmethod
     def of(module: nn.Module) -> Layout:
         """The trainable parameters of a module; frozen ones stay where they are."""
-        return Layout._build((name, p) for name, p in module.named_parameters() if p.requires_grad)
+        convolutions = {
+            f"{prefix}.weight".removeprefix(".")
+            for prefix, own in module.named_modules()
+            if type(own) in (nn.Conv2d, nn.ConvTranspose2d)
+        }
+        parameters = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+        return Layout._build((name, p.shape, name in convolutions) for name, p in parameters)
 
     @staticmethod
     def of_buffers(module: nn.Module) -> Layout:
         """The floating buffers of a module (running statistics); one that begins with infinity, as
         a causal mask does, is none, and stays where it is."""
         floats = ((n, b) for n, b in module.named_buffers() if b.is_floating_point())
-        return Layout._build((n, b) for n, b in floats if bool(torch.isfinite(b).all()))
+        return Layout._build((n, b.shape, False) for n, b in floats if bool(b.isfinite().all()))
 
     @staticmethod
-    def from_names(shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:
-        """The layout of tensors with these names and shapes."""
-        return Layout._build((name, torch.empty(*shape, device="meta")) for name, shape in shapes)
+    def from_names(described: Iterable[Sequence[Any]]) -> Layout:
+        """The layout that `describe` told of; in older runs, which do not say, all tensors of four
+        dimensions are channels-last."""
+        return Layout._build(
+            (name, shape, last[0] if last else len(shape) == 4) for name, shape, *last in described
+        )
 
-    def names_and_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What `from_names` makes a layout of."""
-        return [(slot.name, slot.shape) for slot in self.slots]
+    def describe(self) -> list[tuple[str, tuple[int, ...], bool]]:
+        """Names, shapes and whether channels come last, as `from_names` takes them."""
+        return [(slot.name, slot.shape, slot.channels_last) for slot in self.slots]
 
     @staticmethod
-    def _build(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
+    def _build(tensors: Iterable[tuple[str, Sequence[int], bool]]) -> Layout:
         slots, at = [], 0
-        for name, tensor in tensors:
-            slots.append(Slot(name, tuple(tensor.shape), at, at + tensor.numel()))
-            at += tensor.numel()
+        for name, shape, last in tensors:
+            slots.append(Slot(name, tuple(shape), at, at + prod(shape), last))
+            at += prod(shape)
         return Layout(tuple(slots))
 
     @property
@@ -135,7 +148,7 @@ class Layout:
         """Named tensors to one new vector."""
         if not self.slots:
             return torch.zeros(0)
-        return torch.cat([_line(tensors[slot.name].detach()) for slot in self.slots])
+        return torch.cat([slot.line(tensors[slot.name].detach()) for slot in self.slots])
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """The vector's named tensors, as views: (..., d) -> {name: (..., *shape)}.
@@ -150,9 +163,11 @@ class Layout:
 
     def reshaped(self, name: str, shape: tuple[int, ...]) -> Layout:
         """The layout of a vector in which one tensor has another shape."""
-        tensors = ((s.name, torch.empty(shape if s.name == name else s.shape, device="meta"))
-                   for s in self.slots)  # fmt: skip
-        return Layout._build(tensors)
+        shapes = (shape if slot.name == name else slot.shape for slot in self.slots)
+        return Layout._build(
+            (slot.name, own, slot.channels_last)
+            for slot, own in zip(self.slots, shapes, strict=True)
+        )
 
     def names(self, prefix: str) -> list[Slot]:
         """The slots of one layer: those named `prefix` or `prefix.…` ("": the module's own)."""
