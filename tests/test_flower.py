@@ -210,6 +210,22 @@ def test_an_answer_that_comes_too_late_is_forgotten(place):
     assert [group for group in asked if group] == ["0", "1", "3", "4", "5", "6", "7"]
 
 
+def test_if_all_that_are_left_owe_answers_they_are_asked_anew(place):
+    """Sites 0 and 1 go away while site 2 owes one: no round is lost."""
+
+    class Leaving(Slow):
+        def get_node_ids(self):
+            gone = {100, 101} if self.held else set()
+            return [node for node in self.sites if node not in gone]
+
+    settings = {"set": "stream.rounds=4;flower.late=3;flower.sites=1"}
+    settings["folder"] = str(place.parent / "run")
+    grid = Leaving(client_app(place), place.parent, ("0", "1", "2"), settings)
+    server_app(place)(grid, Context(1, 0, {}, RecordDict(), settings))
+    records, _ = read_records(place.parent / "run")
+    assert [r["value"] for r in records if r["metric"] == "clients"] == [3, 2, 1, 1, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("sample", [None, 2])
 def test_cflag_in_one_exchange(place, sample):
     """The local engine's model, half the messages of a round, and the model sent once."""

@@ -40,6 +40,28 @@ def test_a_late_update_counts_less_in_the_round_in_which_it_comes():
     assert third == pytest.approx(second - (0.1 * (second - 1) + 0.2 * (second - 4)) / 2)
 
 
+def test_a_late_reply_outlives_a_round_that_is_lost():
+    """Multi-Krum needs three replies. Client 1's comes in a round with too few, and
+    counts in the next one, two rounds late; all steps are -0.1 (w - 1)."""
+
+    class Few(Late):
+        def draw(self, cohort, seed, round_):
+            return {
+                client: int(client == 1) if round_ == 0 else None if round_ == 1 else 0
+                for client in cohort
+            }
+
+    local = Local(lr=0.1, steps=1, batch=8)
+    game = Game(
+        ef.methods.krum(bad=0, keep=4, average="uniform"), [Q2[:1] * 4], rounds=3, local=local
+    )
+    game.rounds.late = Few(discount=1.0)
+    first, second, third = (float(w[0]) for w in game.play_all())
+    assert first == pytest.approx(0.1)
+    assert second == first
+    assert third == pytest.approx(first + (3 * 0.1 * (1 - first) + 0.1 / 3) / 4)
+
+
 def test_without_a_discount_a_step_of_the_anchor_is_the_same_a_round_later():
     """With one client whose every reply is a round late, FedAvg makes its steps in every second
     round, and they are the prompt client's."""

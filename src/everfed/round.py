@@ -227,7 +227,7 @@ class Rounds:
                 if own.reducer.n:
                     at = (client, fed.round, fed.round + rounds, self._task(fed))
                     fed.late.append(held(*at, own.reducer))
-                    self._keep(fed, own, events)
+                    self._keep(fed, own.mine, events)
         events.values.pop("train_loss", None)  # of those whose replies are still to come
         if prompt:
             answer = self._ask("train", fed, start, down, prompt, events)
@@ -247,7 +247,7 @@ class Rounds:
         come = [reply for reply in fed.late if reply["at"][2] <= fed.round] + answer.late
         fed.late = [reply for reply in fed.late if reply["at"][2] > fed.round]
         over = [reply for reply in come if reply["at"][3] != self._task(fed)]
-        counted = 0
+        counted = []
         for reply in come:
             client, sent, _, task = reply["at"].tolist()
             if task != self._task(fed):
@@ -258,14 +258,15 @@ class Rounds:
                 _add(events.values, "dropped_updates")
                 events.warnings.append(f"dropped a late update: {self.engine.name(client)}: {why}")
                 continue
-            counted += 1
+            counted.append(reply)
             known = fed.clients.get(client) or [{} for _ in self.method.parts]
             answer.mine.setdefault(client, answer.late_mine.get(client, known))
-        if counted:
-            events.values["late_updates"] = counted
         if answer.reducer.n < self.method.least:  # a lost round would lose them altogether
-            fed.late += over
+            fed.late += over + counted
+            self._keep(fed, answer.late_mine, events)
             return
+        if counted:
+            events.values["late_updates"] = len(counted)
         for reply in over:
             follow(reply, answer.reducer, self.method)
             _add(events.values, "lost_replies")
@@ -277,7 +278,7 @@ class Rounds:
         answer = self._ask("probe", fed, start, down, cohort, events)
         if answer.reducer.n < self.method.least:
             return [], down
-        self._keep(fed, answer, events)
+        self._keep(fed, answer.mine, events)
         reduced = self._reduced(fed, answer, self._values(fed, answer, "probe"))
         extras = [
             part.answer(fed.parts[i], reduced[i]) if part.has("probe") else {}
@@ -287,9 +288,8 @@ class Rounds:
         events.values["mb_down"] += _megabytes(extras) * len(going)
         return going, [own | more for own, more in zip(down, extras, strict=True)]
 
-    def _keep(self, fed: Federation, answer: Answer, events: Events) -> None:
+    def _keep(self, fed: Federation, new: dict[int, list[State]], events: Events) -> None:
         """Take over the clients' new states."""
-        new = answer.late_mine | answer.mine
         fed.clients |= new
         events.changed |= set(new)
 
@@ -308,7 +308,7 @@ class Rounds:
             answer = self._ask("close", ended, fed.w, down, cohort, events)
             fed.asked = ended.asked
             events.values["mb_down"] = _megabytes([{"w": fed.w}]) * len(cohort)
-            self._keep(fed, answer, events)
+            self._keep(fed, answer.mine, events)
             if answer.reducer.n >= self.method.least:
                 reduced = self._reduced(ended, answer, self._values(ended, answer, "close"))
         for i, part in enumerate(self.method.parts):
@@ -507,7 +507,7 @@ class Rounds:
             )
             return
         fed.w, fed.parts, fed.buffers, fed.last = w, parts, values["buffers"], last
-        self._keep(fed, answer, events)
+        self._keep(fed, answer.late_mine | answer.mine, events)
         events.values |= {"clients": answer.reducer.n} | measured
         for part, state in zip(self.method.parts, parts, strict=True):
             for key, value in part.metrics(state).items():

@@ -90,7 +90,7 @@ class FlowerEngine:
     # who is there ----------------------------------------------------------------------------
     def online(self, round_: int) -> np.ndarray:
         """The sites that are connected, once there are enough of them; of those, the ones that the
-        stream has online and that do not owe an answer."""
+        stream has online and that do not owe an answer. Where all do, it is given up."""
         self.pace.wait(round_)
         oldest = round_ - self.terms.late
         self.owed = {sent: own for sent, own in self.owed.items() if own[1].round >= oldest}
@@ -101,8 +101,10 @@ class FlowerEngine:
             if len(here) >= self.terms.sites:
                 planned = self.program.stream.online(round_)
                 there = here if planned is None else here & set(np.asarray(planned).tolist())
-                there -= {client for client, _ in self.owed.values()} | set(self.late)
-                return np.array(sorted(there), dtype=np.int64)
+                free = there - {client for client, _ in self.owed.values()} - set(self.late)
+                if there and not free:
+                    self.owed, self.late, free = {}, {}, there
+                return np.array(sorted(free), dtype=np.int64)
             if time.monotonic() > until:
                 raise EverfedError(
                     f"round {round_ + 1}: {len(here)} of at least {self.terms.sites} sites are "
