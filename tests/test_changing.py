@@ -358,6 +358,7 @@ def test_examples_run(path):
 WRONG = [
     (lambda d: ef.streams.drifting(d, correlation=1.0), "correlation must be"),
     (lambda d: ef.streams.drifting(d, alpha=np.inf), "'static'"),
+    (lambda d: ef.streams.drifting(d, alpha=1e308), "never changes"),
     (lambda d: ef.streams.drifting(d, client_alpha=0), "client_alpha must be above 0"),
     (lambda d: ef.streams.drifting(d, size=0), "size must be at least 1"),
     (lambda d: ef.streams.periodic(d, day=["winter"]), "no 'winter' for the day; it has plain"),

@@ -276,6 +276,8 @@ def test_mistakes_are_one_line(tmp_path):
     assert "is not a run's folder" in everfed("report", tmp_path, expect=1).stderr
     (tmp_path / "config.json").write_text("[]")
     assert "is not a run's configuration" in everfed("report", tmp_path, expect=1).stderr
+    (tmp_path / "config.json").write_text('{"task_rounds": [5, "x"]}')
+    assert "is damaged: task_rounds is" in everfed("report", tmp_path, expect=1).stderr
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "records.jsonl").write_text("")
     assert "has no records yet" in everfed("report", tmp_path, expect=1).stderr

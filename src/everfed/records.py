@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,6 +203,14 @@ def unequal(runs: dict[str, list[Loaded]]) -> list[str]:
     return [key for key in found if key.startswith(sections) or key in known]
 
 
+#: what readers of config.json rely on: a key's kind, and that of the items (keys) in it
+KEPT: dict[str, tuple[type[Collection[Any]], type]] = {
+    **dict.fromkeys(("method", "stream", "local", "late", "boundaries", "layout"), (dict, str)),
+    "tasks": (list, str),
+    "task_rounds": (list, int),
+}
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """The configuration of the run in a folder."""
     try:
@@ -213,6 +221,12 @@ def read_config(path: Path) -> dict[str, Any]:
         raise EverfedError(f"{path / 'config.json'} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise EverfedError(f"{path / 'config.json'} is not a run's configuration")
+    for key, (kind, inside) in KEPT.items():
+        value = config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, kind) or not all(isinstance(item, inside) for item in value):
+            raise EverfedError(f"{path / 'config.json'} is damaged: {key} is {value!r}")
     return config
 
 
@@ -267,5 +281,4 @@ def shown(name: Any) -> str:
 
 
 def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
-    value = about.get(key)
-    return value if isinstance(value, dict) else {}
+    return about.get(key) or {}

@@ -170,9 +170,12 @@ def drifting(
     for name, value in {"alpha": alpha, "client_alpha": client_alpha}.items():
         if value is not None and not value > 0:
             raise EverfedError(f"{name} must be above 0, not {value}")
-    if math.isinf(alpha):
-        raise EverfedError("alpha = inf is a mixture that never changes: use the stream 'static'")
     kind = kinds(data, 10)
+    if alpha * len(np.unique(kind)) / (1 - correlation) > 1e18:  # whole numbers end there
+        raise EverfedError(
+            f"alpha = {alpha:g} and correlation = {correlation:g} are a mixture that never "
+            "changes: use the stream 'static'"
+        )
     pools = tuple(data.train[kind == k] for k in np.unique(kind))
     return Drifting(data, clients, rounds, size, pools, seed, correlation, alpha, client_alpha)
 
