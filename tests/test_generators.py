@@ -177,6 +177,20 @@ def test_target_makes_what_it_asks_for(plain):
     assert torch.equal(again, made["x"])
 
 
+def test_the_student_is_not_judged_by_the_teachers_statistics(plain):
+    """Only the teacher is evaluated with the server's running statistics."""
+
+    class Watched(AtServer):
+        def forward(self, w, x, train):
+            ways.append((torch.equal(w, fed.w), train))
+            return super().forward(w, x, train)
+
+    method, ways = ef.methods.target(**TINY["target"]), []
+    fed, _, program = begun(method, plain, Normed)
+    method.parts[0].synthesise(fed.w, Watched(program, fed.buffers, fed.round - 1))
+    assert set(ways) == {(True, False), (False, True)}
+
+
 def test_mfcls_generator_is_trained(plain):
     """Its classes are balanced and certain, where a fresh generator's are not."""
     method = ef.methods.mfcl(iterations=60, size=64, width=8, latent=32, rate=0.01, soften=1.0)

@@ -121,8 +121,10 @@ class Synthesis(Part):
                 seen = server.forward(w, x, train=False)
                 u = seen.z[:, server.seen]
                 loss = self.bn * distance(seen) + self.ce * F.cross_entropy(u, labels)
-                if k >= self.warmup:
-                    v = server.forward(student, x, train=False).z[:, server.seen]
+                if (
+                    k >= self.warmup
+                ):  # by statistics of its batch: the running ones are the teacher's
+                    v = server.forward(student, x, train=True).z[:, server.seen]
                     loss = loss - self.adv * disagreement(u, v)
                 if loss.item() < lowest:
                     lowest, best = loss.item(), x.detach()
