@@ -28,7 +28,7 @@ from everfed import deploy  # noqa: E402
 from everfed.engines.flower import client_app, server_app  # noqa: E402
 from everfed.engines.roll import Roll  # noqa: E402
 from everfed.engines.site import RUNS, Store, run_folder  # noqa: E402
-from everfed.engines.terms import Terms  # noqa: E402
+from everfed.engines.terms import Pace, Terms  # noqa: E402
 from everfed.errors import EverfedError  # noqa: E402
 from everfed.folder import RunFolder  # noqa: E402
 from everfed.late import Late  # noqa: E402
@@ -990,6 +990,32 @@ def test_a_round_waits_for_its_time(tmp_path):
     assert len(times) == 3
     # answers are given when they are asked for, at the earliest when the round begins
     assert times[2] - times[0] >= 0.3
+
+
+def test_the_pace_outlives_a_restart(tmp_path, monkeypatch):
+    """A round that was interrupted goes on at once; the next one waits for its time, and not for
+    longer than it should if the clock was set back meanwhile."""
+
+    class Clock:
+        now = 1e9
+
+        def time(self):
+            return self.now
+
+        monotonic = time
+
+        def sleep(self, seconds):
+            self.now += seconds
+
+    clock, file = Clock(), tmp_path / "begun"
+    monkeypatch.setattr("everfed.engines.terms.time", clock)
+    for round_, began in ((5, 1e9), (5, 1e9), (6, 1e9 + 3600)):
+        Pace(3600.0, file).wait(round_)
+        assert clock.now == pytest.approx(began)
+        os.utime(file, (clock.now, clock.now))
+    os.utime(file, (1e10, 1e10))
+    Pace(3600.0, file).wait(7)
+    assert clock.now == pytest.approx(1e9 + 7200)
 
 
 def test_sites_are_called_by_their_names(tmp_path, caplog):

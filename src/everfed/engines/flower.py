@@ -58,6 +58,7 @@ class FlowerEngine:
     grid: Grid
     terms: Terms
     run: str  #: the name of the run at the sites
+    folder: Path
     #: messages whose answers missed the deadline and may still come: client and request
     owed: dict[str, tuple[int, Ask]] = field(default_factory=dict)
     #: such answers that have come, until a train exchange takes them: client -> what it was asked
@@ -65,7 +66,8 @@ class FlowerEngine:
 
     def __post_init__(self) -> None:
         self.tester = LocalEngine(self.program, 1)
-        self.roll, self.pace = Roll(self.grid, self.terms), Pace(self.terms.every)
+        self.roll = Roll(self.grid, self.terms)
+        self.pace = Pace(self.terms.every, self.folder / "begun")
         self.replies = Inbox(self.grid, self.terms.poll)
 
     def name(self, client: int) -> str:
@@ -354,7 +356,7 @@ def server_app(config: str | Path, tests: Callable[[], Any] | None = None) -> Se
                 raise EverfedError("a masked sum is of answers that come together: leave out late")
 
         def engine(program: ClientProgram) -> FlowerEngine:
-            return FlowerEngine(program, grid, terms, run_name(folder))
+            return FlowerEngine(program, grid, terms, run_name(folder), folder)
 
         def tell(p: Progress) -> None:
             accuracy = "" if p.accuracy is None else f", accuracy {100 * p.accuracy:.1f} %"

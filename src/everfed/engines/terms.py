@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
+
+from everfed.disk import write
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -50,15 +53,21 @@ class Terms:
 
 
 class Pace:
-    """When a round may begin: some seconds after the last one did."""
+    """When a round may begin: some seconds after the last one did, also in a run that goes on
+    after a restart. A file holds which round that was; it was written when the round began."""
 
-    def __init__(self, every: float) -> None:
-        self.every, self.round, self.next = every, -1, 0.0
+    def __init__(self, every: float, file: Path) -> None:
+        self.every, self.file = every, file
 
     def wait(self, round_: int) -> None:
         """Wait for the time at which a round may begin; one that has begun goes on."""
-        if round_ == self.round:
+        if not self.every:
             return
-        while (left := self.next - time.monotonic()) > 0:
-            time.sleep(min(left, 1.0))
-        self.round, self.next = round_, time.monotonic() + self.every
+        if self.file.exists():
+            if self.file.read_text() == str(round_):
+                return
+            due = time.monotonic() + self.file.stat().st_mtime + self.every - time.time()
+            due = min(due, time.monotonic() + self.every)  # a clock may have been set back
+            while (left := due - time.monotonic()) > 0:
+                time.sleep(min(left, 1.0))
+        write(self.file, str(round_).encode())
