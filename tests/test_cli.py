@@ -73,6 +73,7 @@ MISTAKES = [
     ({"local": {"lr": 0, "epochs": 2.5}}, "local.lr should be greater than 0, not 0"),
     ({"local": {"nesterov": True}}, "local.nesterov needs local.momentum"),
     ({"local": {"lr": float("inf")}}, "local.lr should be a finite number"),
+    ({"local": {"lr": 1e308}}, "local.lr should be less than or equal to 1000000"),
     ({"compare": {"seeds": [0, 0]}}, "compare.seeds has 0 twice"),
 ]  # fmt: skip
 
@@ -125,6 +126,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     done = everfed("run", "a.toml", cwd=tmp_path, expect=2)
     assert done.stderr.startswith("error: unknown key local.epoch; did you mean 'epochs'?")
     assert len(done.stderr.strip().splitlines()) == 1
+    large = everfed("run", "--set", f"model.hidden=[{10**15}]", cwd=tmp_path, expect=1)
+    assert "error: there is not enough memory: 256,000,000 GB" in large.stderr
     (tmp_path / "b.toml").write_text("seed = = 1")
     assert "not valid TOML" in everfed("run", "b.toml", cwd=tmp_path, expect=2).stderr
     assert "does not exist" in everfed("run", "c.toml", cwd=tmp_path, expect=2).stderr

@@ -253,6 +253,7 @@ MISTAKES = [
     (lambda d: ef.run(ef.methods.fedavg(), static(d), ef.models.mlp(64, 10), sample=5), "4 clients"),
     (lambda d: ef.run(ef.methods.fedavg(), static(d), nn.Flatten()), "no trainable"),
     (lambda d: ef.run(ef.methods.fedavg(), static(d), ef.models.mlp(64, 10), device="moon"), "moon"),
+    (lambda d: ef.run(ef.methods.fedavg(), static(d), ef.models.mlp(64, 10), device="meta"), "'meta' cannot be used"),
     (lambda d: ef.run(ef.methods.scaffold(), static(d), ef.models.mlp(64, 10),
                       local=ef.Local(momentum=0.9)), "SCAFFOLD"),
     (lambda d: ef.run(ef.methods.cflag(lipschitz=50), static(d), ef.models.mlp(64, 10)), "lipschitz"),

@@ -7,7 +7,7 @@ import pytest
 
 import everfed as ef
 from everfed.data import arrays
-from everfed.streams.partition import lda
+from everfed.streams.partition import dirichlet, lda
 
 LABELS = np.repeat(np.arange(10), 6000)
 
@@ -22,6 +22,15 @@ def test_parts_are_disjoint_and_of_one_size(alpha, prior):
     parts = lda(LABELS, 210, alpha, np.random.default_rng(0), prior=prior)
     assert {len(part) for part in parts} == {285}
     assert len(np.unique(np.concatenate(parts))) == 210 * 285
+
+
+@pytest.mark.parametrize("alpha", [1e-320, 1e-300])
+def test_with_next_to_no_alpha_a_class_is_one_clients(alpha):
+    """However small: the logarithms of the shares must not overflow."""
+    labels = np.repeat(np.arange(10), 50)
+    parts = dirichlet(labels, 5, alpha, np.random.default_rng(0))
+    owners = [{k for k, part in enumerate(parts) if (labels[part] == c).any()} for c in range(10)]
+    assert all(len(own) == 1 for own in owners)
 
 
 @pytest.mark.parametrize("prior", [True, False])

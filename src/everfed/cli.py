@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import json
 import os
 import sys
@@ -65,6 +66,13 @@ def main() -> None:
         text, style = (f"error: {error}", "red") if mistake else (str(error), None)
         err.print(text, style=style, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
+    except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        size = re.search(r"allocate (\d+) bytes", str(error))
+        what = f": {int(size[1]) / 1e9:,.0f} GB were asked for" if size else f" ({error})"
+        err.print(f"error: there is not enough memory{what}", style="red", soft_wrap=True)
+        sys.exit(1)
 
 
 @app.command()

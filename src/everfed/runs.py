@@ -300,7 +300,7 @@ def _local_engine(
     count = workers if workers != "auto" else None
     cohort = min(sample or clients, clients)
     count = count or (before[0] if before else workers_for(program, cohort))
-    engine = LocalEngine(program, count)
+    engine = LocalEngine(program, min(count, max(cohort, pool.cores())))
     if before and before != (engine.count, grouping):
         notes.append(
             f"begun with {before[0]} worker(s), {before[1]}; going on with {engine.count}, "
@@ -597,7 +597,7 @@ def _device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         first = str(error).splitlines()[0]
         raise EverfedError(f"device {name!r} cannot be used here: {first}") from None

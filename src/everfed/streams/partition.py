@@ -114,6 +114,7 @@ def lda(
 
 def _log_gamma(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Logarithms of gamma draws, which for a tiny `a` would underflow: G(a) = G(a + 1) U^(1/a)."""
+    a = np.maximum(a, 1e-300)  # with less the logarithms would overflow
     return np.asarray(np.log(random.gamma(a + 1)) + np.log(random.random(a.shape)) / a)
 
 
