@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import re
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
