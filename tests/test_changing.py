@@ -359,6 +359,7 @@ WRONG = [
     (lambda d: ef.streams.drifting(d, correlation=1.0), "correlation must be"),
     (lambda d: ef.streams.drifting(d, alpha=np.inf), "'static'"),
     (lambda d: ef.streams.drifting(d, alpha=1e308), "never changes"),
+    (lambda d: ef.streams.drifting(d, seed=-1).samples(0, 0), "a seed must be 0 or more, not -1"),
     (lambda d: ef.streams.drifting(d, client_alpha=0), "client_alpha must be above 0"),
     (lambda d: ef.streams.drifting(d, size=0), "size must be at least 1"),
     (lambda d: ef.streams.periodic(d, day=["winter"]), "no 'winter' for the day; it has plain"),
@@ -373,6 +374,13 @@ WRONG = [
     (lambda d: ef.streams.present(ef.streams.static(d), period=5, night=2), "between 0 and 1"),
     (lambda d: ef.streams.present(ef.streams.sites(ef.data.sites())), "by themselves"),
 ]  # fmt: skip
+
+
+def test_a_mixture_that_hardly_changes(plain):
+    """Numbers at which one draw more or less is lost in rounding."""
+    stream = ef.streams.drifting(plain, correlation=1 - 1e-12, client_alpha=1e308, rounds=2)
+    first, second = (stream.shares(0, t) for t in range(2))
+    np.testing.assert_allclose(first, second, atol=1e-3)
 
 
 @pytest.mark.parametrize(("make", "said"), WRONG, ids=[said for _, said in WRONG])

@@ -33,6 +33,14 @@ def test_with_next_to_no_alpha_a_class_is_one_clients(alpha):
     assert all(len(own) == 1 for own in owners)
 
 
+@pytest.mark.parametrize("alpha", [1e300, 1e308])
+@pytest.mark.parametrize("prior", [True, False])
+def test_with_a_huge_alpha_parts_are_even(alpha, prior):
+    labels = np.repeat(np.arange(10), 600)
+    for part in lda(labels, 2, alpha, np.random.default_rng(0), size=1000, prior=prior):
+        assert np.abs(shares(labels, part) - 0.1).max() < 0.05
+
+
 @pytest.mark.parametrize("prior", [True, False])
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 1.0])
 def test_skew_is_that_of_the_dirichlet(alpha, prior):

@@ -10,6 +10,8 @@ from zlib import crc32
 
 import numpy as np
 
+from everfed.errors import EverfedError
+
 
 def rng(seed: int, purpose: str, *ids: int) -> np.random.Generator:
     """A fresh generator for one purpose.
@@ -26,4 +28,6 @@ def torch_seed(seed: int, purpose: str, *ids: int) -> int:
 
 
 def key_sequence(seed: int, purpose: str, *ids: int) -> np.random.SeedSequence:
+    if seed < 0:
+        raise EverfedError(f"a seed must be 0 or more, not {seed}")
     return np.random.SeedSequence([seed, crc32(purpose.encode()), *map(int, ids)])

@@ -123,7 +123,8 @@ def walk(a: np.ndarray, correlation: float, rounds: int, random: np.random.Gener
     total = float(a.sum())
     low = math.floor(total * correlation / (1 - correlation))
     below, above = low / (total + low), (low + 1) / (total + low + 1)
-    raised = (correlation - below) / (above - below)  # the chance of low + 1
+    # the chance of low + 1; of numbers so large that it makes no difference, none
+    raised = (correlation - below) / (above - below) if above > below else 0.0
     out = np.empty((rounds, len(a)))
     out[0] = dirichlet_row(a, random)
     for t in range(1, rounds):

@@ -84,6 +84,7 @@ def lda(
     size = len(labels) // parts if size is None else size
     if size < 1 or parts * size > len(labels):
         raise EverfedError(f"{len(labels)} samples are too few for {parts} parts of {size or 1}")
+    alpha = min(alpha, 1e300)
     values, counts = np.unique(labels, return_counts=True)
     pools = [random.permutation(np.flatnonzero(labels == value)) for value in values]
     left = counts.copy()
@@ -114,7 +115,7 @@ def lda(
 
 def _log_gamma(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Logarithms of gamma draws, which for a tiny `a` would underflow: G(a) = G(a + 1) U^(1/a)."""
-    a = np.maximum(a, 1e-300)  # with less the logarithms would overflow
+    a = np.clip(a, 1e-300, 1e300)  # beyond that the logarithms overflow
     return np.asarray(np.log(random.gamma(a + 1)) + np.log(random.random(a.shape)) / a)
 
 
