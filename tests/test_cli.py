@@ -73,7 +73,7 @@ MISTAKES = [
     ({"local": {"lr": 0, "epochs": 2.5}}, "local.lr should be greater than 0, not 0"),
     ({"local": {"nesterov": True}}, "local.nesterov needs local.momentum"),
     ({"local": {"lr": float("inf")}}, "local.lr should be a finite number"),
-    ({"local": {"lr": 1e308}}, "local.lr should be less than or equal to 1e+30"),
+    ({"local": {"lr": 1e308}}, "local.lr should be less than or equal to 100000000"),
     ({"compare": {"seeds": [0, 0]}}, "compare.seeds has 0 twice"),
 ]  # fmt: skip
 

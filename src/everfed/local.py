@@ -28,7 +28,7 @@ class Local:
     0.1
     """
 
-    lr: Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)] = 0.05  #: learning rate
+    lr: Annotated[float, Field(gt=0, le=1e20, allow_inf_nan=False)] = 0.05  #: learning rate
     epochs: PositiveInt = 1  #: passes over the client's data in a round
     #: a fixed number of optimiser steps instead of `epochs`
     steps: PositiveInt | None = None
