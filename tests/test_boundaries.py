@@ -131,6 +131,8 @@ def test_clients_that_cannot_compare_are_named():
         go(ef.methods.fedavg(), fresh, boundaries=BY["clients"])
     with pytest.raises(EverfedError, match=r"can never differ by boundaries\.change = 4"):
         Boundaries(by="clients", samples=11)
+    with pytest.raises(EverfedError, match=r"boundaries\.window must be at least 3, not 2"):
+        Boundaries(by="server", window=2)
     local = ef.Local(memory_bytes=5 * domains("plain", rounds=2).data.sample_bytes)
     with pytest.raises(EverfedError, match="room for 5 samples to compare with, too few"):
         go(ef.methods.fedavg(), domains("plain", rounds=2), local=local, boundaries=BY["clients"])

@@ -7,6 +7,7 @@ import multiprocessing as mp
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,6 +187,14 @@ def test_without_any_whole_checkpoint_nothing_is_thrown_away(digits, tmp_path):
         with pytest.raises(EverfedError, match=r"no checkpoint of .* is whole"):
             run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True)
     assert sorted((p.name, p.stat().st_size) for p in tmp_path.rglob("*")) == before
+
+
+def test_deleted_checkpoints_are_begun_anew(digits, tmp_path):
+    stopped_half_way(digits, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    again = run(ef.methods.scaffold(), digits, folder=tmp_path, resume=True)
+    assert timeless(again.records) == timeless(run(ef.methods.scaffold(), digits).records)
+    assert (tmp_path / "records.jsonl.before").read_text()
 
 
 def test_half_written_records_are_cut(digits, tmp_path):

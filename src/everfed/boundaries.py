@@ -135,6 +135,8 @@ class Boundaries:
                 f"boundaries.samples = {self.samples} can never differ by boundaries.change = "
                 f"{self.change:g} deviations: take more"
             )
+        if self.window < LEAST:
+            raise EverfedError(f"boundaries.window must be at least {LEAST}, not {self.window}")
 
     @property
     def found(self) -> bool:

@@ -21,7 +21,7 @@ def weights(folder: str | Path) -> tuple[dict[str, Tensor], int]:
         runs = sorted(found.parent.name for found in path.glob("*/config.json"))
         raise EverfedError(f"{path} holds several runs: name one of {', '.join(runs)} in it")
     known = read_config(path).get("layout")
-    if known is None:
+    if not known:
         raise EverfedError(f"{path} was run by an older everfed, which did not keep the names")
     for place in sorted((path / "checkpoints").glob("*.safetensors"), reverse=True):
         try:

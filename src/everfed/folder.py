@@ -105,6 +105,11 @@ class RunFolder:
         folder = RunFolder(path)
         folder.config()
         folder._take_lock()
+        try:
+            for sub in ("checkpoints", "clients"):  # someone may have deleted them
+                (path / sub).mkdir(exist_ok=True)
+        except OSError as error:
+            raise failed(error, path) from error
         return folder
 
     def _take_lock(self) -> None:

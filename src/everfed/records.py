@@ -205,7 +205,9 @@ def unequal(runs: dict[str, list[Loaded]]) -> list[str]:
 
 #: what readers of config.json rely on: a key's kind, and that of the items (keys) in it
 KEPT: dict[str, tuple[type[Collection[Any]], type]] = {
-    **dict.fromkeys(("method", "stream", "local", "late", "boundaries", "layout"), (dict, str)),
+    **dict.fromkeys(
+        ("config", "method", "stream", "local", "late", "boundaries", "layout"), (dict, str)
+    ),
     "tasks": (list, str),
     "task_rounds": (list, int),
 }

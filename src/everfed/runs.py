@@ -795,7 +795,7 @@ def _place(
             raise EverfedError(
                 f"{path} was run with another {key}: {before.get(key)!r}, not {_plain(value)!r}"
             )
-    for kind, known in before.get("layout", {}).items():
+    for kind, known in (before.get("layout") or {}).items():
         if Layout.from_names(known).describe() != about["layout"][kind]:
             place.close()
             raise EverfedError(

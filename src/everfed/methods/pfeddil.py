@@ -62,6 +62,7 @@ class Bank(Part):
     """Several models, of which a client trains the one that fits its data."""
 
     reduces = {"slot": "mean", "head": "mean"}  # by model, in `aggregate`
+    noisy = False  # which model a client trained must be known
     threshold: Share = 0.8
     kappa: NonNegativeFloat = 0.01
     steps: PositiveInt = 50
@@ -73,7 +74,7 @@ class Bank(Part):
     def check_beside(self, parts: tuple[Part, ...], average: Average) -> None:
         hooks = ("aggregate", "fold", "probe", "close")
         for part in parts:
-            # privacy's only counts
+            # privacy says itself what it goes with
             if part is not self and not part.has("seal") and any(map(part.has, hooks)):
                 raise EverfedError(
                     f"pfeddil's server has several models, and {type(part).__name__} knows of one: "
